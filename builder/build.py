@@ -1,0 +1,289 @@
+"""Building: from a checkpoint folder to an engine folder.
+
+`prepare` does all that needs no weights: it reads the configuration, traces and lowers every step
+and sizes the memory. `build_engine` then packs the weights and publishes the folder. Progress goes
+to a callback, one line per stage.
+"""
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import inkrt
+from inkrt.builder.checkpoint import Checkpoint
+from inkrt.builder.dump import write_graph
+from inkrt.builder.lower import lower
+from inkrt.builder.options import BuildOptions
+from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
+from inkrt.builder.passes import PASSES
+from inkrt.builder.steps import engine_steps
+from inkrt.builder.trace import trace
+from inkrt.builder.writer import file_entries, staged_folder, write_file
+from inkrt.engines.catalog import find_definition
+from inkrt.engines.interface import ROLLBACK_TOKENS, Definition, ModelConfig, StateOptions
+from inkrt.errors import ConfigError
+from inkrt.plugins.registry import plugins
+from inkrt.runtime.engine_file import (
+    CONFIG_NAME,
+    FORMAT,
+    FORMAT_VERSION,
+    TOKENIZER_FILES,
+    EngineConfig,
+    MemoryTable,
+    ModelInfo,
+    StateLayout,
+    StateSpec,
+    encode_config,
+    encode_plans,
+    plan_file,
+)
+from inkrt.runtime.plan import DTYPE_BYTES, Plan
+
+Progress = Callable[[str], None]
+
+# 64 positions of one head are 16 KiB in BF16: long enough for full-rate copies, short enough that a
+# conversation wastes little of its last page.
+PAGE_TOKENS = 64
+# Plans, configuration and tokenizer beside the weights: room that is asked of the disk on top.
+_FOLDER_OVERHEAD_BYTES = 64 * 2**20
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Everything about an engine but its weights."""
+
+    definition: Definition
+    model: ModelConfig
+    model_type: str
+    dtype: torch.dtype
+    options: BuildOptions
+    plans: dict[str, Plan]
+    tensors: list[PackedTensor]
+    state: StateLayout
+    memory: MemoryTable
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights of all ranks."""
+        return self.memory.weights * self.options.tp_size
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    options: BuildOptions,
+    progress: Progress = lambda _line: None,
+    dump_folder: Path | None = None,
+) -> Prepared:
+    """Read the configuration, trace, fuse and lower every step, and size the memory.
+
+    Args:
+        checkpoint: only its config and tensor names and dtypes are read.
+        options: choices of the build, which replace "auto" and 0 by what they stand for.
+        progress: called with a line per stage.
+        dump_folder: where to write the graphs after every pass, if anywhere.
+
+    Raises:
+        InkError: the model, an option or their combination is not supported.
+    """
+    definition = find_definition(checkpoint.config)
+    model: ModelConfig = definition.parse_config(checkpoint.config)
+    model.check_tp_size(options.tp_size)
+    options = _resolve(checkpoint, definition, model, options)
+    dtype = _DTYPES[options.dtype]
+    state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS)
+    plans: dict[str, Plan] = {}
+    started = time.monotonic()
+    module: nn.Module | None = None
+    for step in engine_steps(options):
+        last_row_only = step.num_rows < step.num_tokens
+        module = definition.build_module(model, options.tp_size, dtype, state, last_row_only)
+        graph = trace(module, step, state, options.tp_size, dtype)
+        if dump_folder is not None:
+            write_graph(dump_folder, 0, "traced", graph)
+        for number, run_pass in enumerate(PASSES, start=1):
+            graph = run_pass(graph)
+            graph.module.graph.lint()
+            if dump_folder is not None:
+                write_graph(dump_folder, number, run_pass.__name__, graph)
+        plans[step.name] = lower(graph)
+        launches = len(plans[step.name].launches)
+        progress(f"step {step.name}: {launches} launches")
+    assert module is not None
+    progress(f"traced and lowered {len(plans)} steps in {time.monotonic() - started:.1f} s")
+    layout = _state_layout(module, state)
+    tensors = packed_tensors(module)
+    return Prepared(
+        definition,
+        model,
+        str(checkpoint.config["model_type"]),
+        dtype,
+        options,
+        plans,
+        tensors,
+        layout,
+        _memory_table(tensors, layout, plans),
+    )
+
+
+def build_engine(
+    checkpoint_folder: Path,
+    target: Path,
+    options: BuildOptions,
+    progress: Progress = lambda _line: None,
+    dump_folder: Path | None = None,
+) -> EngineConfig:
+    """Build an engine folder; it appears under `target` complete or not at all.
+
+    Raises:
+        InkError: the checkpoint or an option is unfit, or writing failed.
+    """
+    checkpoint = Checkpoint(checkpoint_folder)
+    progress(f"checkpoint {checkpoint_folder}: {len(checkpoint.names)} tensors")
+    prepared = prepare(checkpoint, options, progress, dump_folder)
+    is_dummy = options.weights == "dummy"
+    needed = _FOLDER_OVERHEAD_BYTES + (0 if is_dummy else prepared.weight_bytes)
+    with staged_folder(target, needed) as folder:
+        if not is_dummy:
+            _pack_weights(folder, checkpoint, prepared, progress)
+        for rank in range(options.tp_size):
+            write_file(folder / plan_file(rank), encode_plans(prepared.plans))
+        for name in TOKENIZER_FILES:
+            if (checkpoint_folder / name).is_file():
+                shutil.copyfile(checkpoint_folder / name, folder / name)
+        config = _engine_config(prepared, checkpoint, folder)
+        write_file(folder / CONFIG_NAME, encode_config(config))
+    progress(f"engine {target}: {sum(entry.size for entry in config.files.values()):,} bytes")
+    return config
+
+
+def _resolve(
+    checkpoint: Checkpoint, definition: Definition, model: ModelConfig, options: BuildOptions
+) -> BuildOptions:
+    """Replace "auto" and 0 by what the checkpoint gives."""
+    limit = model.max_position_embeddings
+    if options.max_seq_len > limit:
+        raise ConfigError(
+            f"max seq len {options.max_seq_len:,} exceeds the model's {limit:,} positions"
+        )
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = model.dtype or _stored_dtype(checkpoint, definition, model)  # type: ignore[assignment]
+    return dataclasses.replace(options, dtype=dtype, max_seq_len=options.max_seq_len or limit)
+
+
+def _stored_dtype(checkpoint: Checkpoint, definition: Definition, model: ModelConfig) -> str:
+    """The dtype of the embedding, for a config that names none."""
+    source = definition.weight_sources(model, checkpoint.names, 0, 1)["embed"]
+    return str(checkpoint.dtype_of(source.parts[0].name)).removeprefix("torch.")
+
+
+def _state_layout(module: nn.Module, state: StateOptions) -> StateLayout:
+    buffers = dict(module.named_buffers())
+    return StateLayout(
+        num_slots=state.num_slots,
+        page_tokens=state.page_tokens,
+        num_pages=state.num_pages,
+        rollback_tokens=ROLLBACK_TOKENS,
+        buffers=tuple(
+            StateSpec(
+                buffer.name,
+                buffer.kind,
+                tuple(buffers[buffer.name].shape),
+                str(buffers[buffer.name].dtype).removeprefix("torch."),
+            )
+            for buffer in module.state_buffers()  # type: ignore[operator]
+        ),
+    )
+
+
+def _memory_table(
+    tensors: list[PackedTensor], layout: StateLayout, plans: dict[str, Plan]
+) -> MemoryTable:
+    def size(kind: str) -> int:
+        return sum(
+            torch.Size(spec.shape).numel() * DTYPE_BYTES[spec.dtype]
+            for spec in layout.buffers
+            if spec.kind == kind
+        )
+
+    paged = size("paged")
+    return MemoryTable(
+        weights=sum(tensor.num_bytes for tensor in tensors),
+        paged_state=paged,
+        ring_state=size("ring"),
+        arena=max(plan.arena_bytes for plan in plans.values()),
+        paged_bytes_per_token=paged // (layout.num_pages * layout.page_tokens),
+    )
+
+
+def _pack_weights(
+    folder: Path, checkpoint: Checkpoint, prepared: Prepared, progress: Progress
+) -> None:
+    options, used = prepared.options, set[str]()
+    started, written = time.monotonic(), 0
+    for rank in range(options.tp_size):
+        sources = prepared.definition.weight_sources(
+            prepared.model, checkpoint.names, rank, options.tp_size
+        )
+        used |= {part.name for source in sources.values() for part in source.parts}
+        for _, tensor in pack_rank(folder, rank, prepared.tensors, checkpoint, sources):
+            written += tensor.num_bytes
+        rate = written / max(time.monotonic() - started, 1e-9) / 1e9
+        progress(
+            f"packed rank {rank}: {written:,} of {prepared.weight_bytes:,} bytes, {rate:.2f} GB/s"
+        )
+    others = sorted(checkpoint.names - used)
+    ignored = [name for name in others if prepared.definition.ignored(name)]
+    unknown = [name for name in others if not prepared.definition.ignored(name)]
+    if ignored:
+        progress(f"left out {len(ignored)} tensors of parts that this version does not build")
+    for name in unknown:
+        progress(f"unknown tensor left out: {name}")
+
+
+def _engine_config(prepared: Prepared, checkpoint: Checkpoint, folder: Path) -> EngineConfig:
+    options, model = prepared.options, prepared.model
+    build = dataclasses.asdict(options)
+    used = {launch.op for plan in prepared.plans.values() for launch in plan.launches}
+    return EngineConfig(
+        format=FORMAT,
+        format_version=FORMAT_VERSION,
+        inkrt_version=inkrt.__version__,
+        model=ModelInfo(
+            model_type=prepared.model_type,
+            dtype=options.dtype,
+            num_layers=model.num_hidden_layers,
+            hidden_size=model.hidden_size,
+            vocab_size=model.unpadded_vocab_size,
+            num_embeddings=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        ),
+        target=options.target,
+        tp_size=options.tp_size,
+        max_seq_len=options.max_seq_len,
+        steps=tuple(engine_steps(options)),
+        state=prepared.state,
+        memory=prepared.memory,
+        build=build,
+        rebuild_command=rebuild_command(options),
+        plugins={name: plugins()[name].version for name in sorted(used)},
+        checkpoint_fingerprint=checkpoint.fingerprint,
+        files=file_entries(folder),
+    )
+
+
+def rebuild_command(options: BuildOptions) -> str:
+    """The command line that builds with the same options."""
+    flags = [
+        f"--{field.name.replace('_', '-')} {getattr(options, field.name)}"
+        for field in dataclasses.fields(options)
+    ]
+    return " ".join(["ink-build CHECKPOINT -o ENGINE", *flags])

@@ -1,0 +1,153 @@
+"""Reading a checkpoint folder: its config, and its tensors by lazy slices.
+
+Tensors are views of memory-mapped shards, so only the pages of the slices that are taken get read.
+This module knows files and dtypes, not models.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from inkrt.engines.interface import Part
+from inkrt.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+_FLOATING = {torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+class Checkpoint:
+    """A folder with config.json and *.safetensors, as its publisher ships it.
+
+    Raises:
+        CheckpointError: from the constructor, if the folder, its config or a shard is missing or
+            damaged; see the methods for theirs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"checkpoint {folder} is not a folder")
+        self.folder = folder
+        self.config: Mapping[str, Any] = _read_json(folder / "config.json")
+        self._shards: dict[str, Any] = {}
+        self._shard_of: dict[str, str] = {}
+        for shard in self._shard_names():
+            handle = _open_shard(folder / shard)
+            self._shards[shard] = handle
+            for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if name in self._shard_of:
+                    raise CheckpointError(
+                        f"{folder / shard}: tensor {name} stands in {self._shard_of[name]} too; "
+                        f"remove one of the two files"
+                    )
+                self._shard_of[name] = shard
+        self._check_index()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._shard_of)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex sha256 over the config and the name, size and header of every shard."""
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for shard in sorted(self._shards):
+            path = self.folder / shard
+            with path.open("rb") as file:
+                header_size = int.from_bytes(file.read(8), "little")
+                header = file.read(header_size)
+            digest.update(f"{shard}\0{path.stat().st_size}\0".encode())
+            digest.update(header)
+        return digest.hexdigest()
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Stored dtype of a tensor.
+
+        Raises:
+            CheckpointError: the tensor is missing or not BF16 or F32.
+        """
+        self._require(name)
+        # One element: the dtype without touching the data.
+        tensor = self._shards[self._shard_of[name]].get_tensor(name)
+        dtype: torch.dtype = tensor.dtype
+        if dtype not in _FLOATING:
+            raise CheckpointError(
+                f"{self.folder / self._shard_of[name]}: tensor {name} has dtype {dtype}, only "
+                f"{' and '.join(_FLOATING.values())} are supported by this version"
+            )
+        return dtype
+
+    def read(self, part: Part) -> Tensor:
+        """The piece as a strided view of the memory-mapped shard.
+
+        Raises:
+            CheckpointError: the tensor is missing, or its shape or dtype is not the expected.
+        """
+        self.dtype_of(part.name)
+        tensor: Tensor = self._shards[self._shard_of[part.name]].get_tensor(part.name)
+        if tuple(tensor.shape) != part.shape:
+            raise CheckpointError(
+                f"{self.folder / self._shard_of[part.name]}: tensor {part.name} has shape "
+                f"{list(tensor.shape)}, {list(part.shape)} expected from config.json"
+            )
+        return tensor[part.index]
+
+    def _require(self, name: str) -> None:
+        if name not in self._shard_of:
+            raise CheckpointError(
+                f"checkpoint {self.folder} has no tensor {name}; a shard is missing or config.json "
+                f"belongs to another model"
+            )
+
+    def _shard_names(self) -> list[str]:
+        if (self.folder / INDEX_NAME).is_file():
+            weight_map = _read_json(self.folder / INDEX_NAME).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise CheckpointError(f"{self.folder / INDEX_NAME} has no weight_map")
+            return sorted(set(weight_map.values()))
+        shards = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if not shards:
+            raise CheckpointError(f"checkpoint {self.folder} has no *.safetensors file")
+        return shards
+
+    def _check_index(self) -> None:
+        if not (self.folder / INDEX_NAME).is_file():
+            return
+        for name, shard in _read_json(self.folder / INDEX_NAME)["weight_map"].items():
+            if self._shard_of.get(name) != shard:
+                raise CheckpointError(
+                    f"{self.folder / shard} has no tensor {name}, which {INDEX_NAME} promises; "
+                    f"download the shard again"
+                )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path} ({error.strerror}); a checkpoint folder has it beside its shards"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _open_shard(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"shard {path} is missing; download it again") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"shard {path} is truncated or damaged ({error}); download it again"
+        ) from None

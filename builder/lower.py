@@ -1,0 +1,242 @@
+"""Lowering: a fused graph becomes a plan.
+
+A node is a view, which costs nothing, or a call of one of our operators, which becomes a launch.
+Anything else is a build error: an engine never falls back to eager torch.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from inkrt.builder.memory import Lifetime, plan_arena
+from inkrt.builder.rewrite import VIEW_OPS, arguments, module_path
+from inkrt.builder.trace import STEP_INPUTS, StepGraph
+from inkrt.errors import BuildError
+from inkrt.plugins.registry import NAMESPACE, plugins
+from inkrt.runtime.plan import (
+    DTYPE_BYTES,
+    Argument,
+    Const,
+    DType,
+    Launch,
+    Plan,
+    Ref,
+    Refs,
+    Space,
+    TensorSpec,
+)
+
+
+def lower(graph: StepGraph) -> Plan:
+    """Lower a graph after all passes.
+
+    Raises:
+        BuildError: a node is neither a view nor one of our operators.
+    """
+    return _Lowering(graph).plan()
+
+
+class _Lowering:
+    """State of one lowering: tensors and launches so far, and who needs which bytes until when."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.specs: list[TensorSpec] = []
+        self.index_of: dict[Node, int] = {}
+        self.outputs_of: dict[Node, tuple[int, ...]] = {}
+        self.launches: list[Launch] = []
+        # Arena tensors that views share: index of a tensor to the index of the one that owns bytes.
+        self.owner: dict[int, int] = {}
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+
+    def plan(self) -> Plan:
+        inputs: dict[str, int] = {}
+        outputs: dict[str, int] = {}
+        for node in self.graph.module.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, inputs)
+            elif node.op == "output":
+                names = ("tokens", "logits")
+                outputs = {
+                    name: self.index_of[value]
+                    for name, value in zip(names, node.args[0], strict=True)
+                }
+            elif node.op == "call_function":
+                self._call(node)
+            else:
+                raise BuildError(f"{_where(node)}: graph node {node.op} cannot be lowered")
+        for index in outputs.values():
+            self.last[self.owner[index]] = len(self.launches)
+        arena_bytes = self._place()
+        step = self.graph.step
+        return Plan(
+            name=step.name,
+            num_tokens=step.num_tokens,
+            num_rows=step.num_rows,
+            tensors=tuple(self.specs),
+            launches=tuple(self.launches),
+            arena_bytes=arena_bytes,
+            inputs=inputs,
+            outputs=outputs,
+        )
+
+    def _placeholder(self, node: Node, inputs: dict[str, int]) -> None:
+        if node.name in self.graph.weights:
+            index = self._add(node, node.meta["val"], "weight", self.graph.weights[node.name])
+        elif node.name in self.graph.state:
+            index = self._add(node, node.meta["val"], "state", self.graph.state[node.name])
+        else:
+            assert node.name in STEP_INPUTS, f"unknown input {node.name}"
+            index = self._add(node, node.meta["val"], "input", node.name)
+            inputs[node.name] = index
+        self.index_of[node] = index
+
+    def _call(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            source, position = node.args
+            self.index_of[node] = self.outputs_of[source][position]  # type: ignore[index]
+        elif node.target in VIEW_OPS:
+            self._view(node)
+        elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == NAMESPACE:
+            self._launch(node)
+        else:
+            raise BuildError(
+                f"{_where(node)}: {node.target} is neither a view nor an operator of ours and would "
+                f"have to run in eager torch; express it with an {NAMESPACE}:: operator"
+            )
+
+    def _view(self, node: Node) -> None:
+        base = self.index_of[node.args[0]]  # type: ignore[index]
+        value = node.meta["val"]
+        spec, base_value = self.specs[base], node.args[0].meta["val"]  # type: ignore[union-attr]
+        shift = value.storage_offset() - base_value.storage_offset()
+        index = self._add(
+            node,
+            value,
+            spec.space,
+            spec.storage,
+            offset=spec.offset + shift * DTYPE_BYTES[spec.dtype],
+        )
+        if base in self.owner:
+            self.owner[index] = self.owner[base]
+        self.index_of[node] = index
+
+    def _launch(self, node: Node) -> None:
+        assert isinstance(node.target, torch._ops.OpOverload)
+        name = node.target._schema.name.split("::")[1]
+        plugin = plugins()[name]
+        args = {key: self._argument(value) for key, value in arguments(node).items()}
+        value = node.meta["val"]
+        values: tuple[Tensor, ...] = () if value is None else (value,)
+        if isinstance(value, tuple | list):
+            values = tuple(value)
+        outputs = []
+        for number, result in enumerate(values):
+            suffix = f".{number}" if len(values) > 1 else ""
+            index = self._add(node, result, "arena", "", suffix=suffix)
+            self.owner[index] = index
+            self.first[index] = self.last[index] = len(self.launches)
+            outputs.append(index)
+        self.outputs_of[node] = tuple(outputs)
+        if len(outputs) == 1:
+            self.index_of[node] = outputs[0]
+        self.launches.append(
+            Launch(
+                op=plugin.name,
+                tactic="reference",
+                args=args,
+                outputs=tuple(outputs),
+                module=module_path(node),
+                bytes=self._bytes(args) + sum(_num_bytes(self.specs[i]) for i in outputs),
+            )
+        )
+
+    def _argument(self, value: Any) -> Argument:
+        if isinstance(value, Node):
+            return Ref(self._use(value))
+        if isinstance(value, list | tuple) and all(isinstance(item, Node) for item in value):
+            return Refs(tuple(self._use(item) for item in value))
+        if isinstance(value, torch.dtype):
+            return DType(str(value).removeprefix("torch."))
+        if value is None or isinstance(value, bool | int | float | str):
+            return Const(value)
+        raise BuildError(f"operator argument {value!r} cannot stand in a plan")
+
+    def _use(self, node: Node) -> int:
+        index = self.index_of[node]
+        if index in self.owner:
+            self.last[self.owner[index]] = len(self.launches)
+        return index
+
+    def _bytes(self, args: dict[str, Argument]) -> int:
+        total = 0
+        for argument in args.values():
+            if isinstance(argument, Ref):
+                total += _num_bytes(self.specs[argument.tensor])
+            elif isinstance(argument, Refs):
+                total += sum(_num_bytes(self.specs[index]) for index in argument.tensors)
+        return total
+
+    def _add(
+        self,
+        node: Node,
+        value: Tensor,
+        space: Space,
+        storage: str,
+        *,
+        offset: int = 0,
+        suffix: str = "",
+    ) -> int:
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise BuildError(f"{_where(node)}: dtype {dtype} cannot stand in a plan")
+        self.specs.append(
+            TensorSpec(
+                name=node.name + suffix,
+                dtype=dtype,
+                shape=tuple(value.shape),
+                strides=tuple(value.stride()),
+                space=space,
+                storage=storage,
+                offset=offset,
+            )
+        )
+        return len(self.specs) - 1
+
+    def _place(self) -> int:
+        """Fix the offsets of arena tensors; views keep their distance to the tensor they view."""
+        owners = sorted(self.first)
+        lifetimes = [
+            Lifetime(_num_bytes(self.specs[index]), self.first[index], self.last[index])
+            for index in owners
+        ]
+        placed, arena_bytes = plan_arena(lifetimes)
+        offset_of = dict(zip(owners, placed, strict=True))
+        for index, owner in self.owner.items():
+            spec = self.specs[index]
+            self.specs[index] = TensorSpec(
+                name=spec.name,
+                dtype=spec.dtype,
+                shape=spec.shape,
+                strides=spec.strides,
+                space=spec.space,
+                storage=spec.storage,
+                offset=spec.offset + offset_of[owner],
+            )
+        return arena_bytes
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    """Bytes of a tensor's elements, each counted once (a broadcast dimension has stride 0)."""
+    count = 1
+    for size, stride in zip(spec.shape, spec.strides, strict=True):
+        count *= size if stride else 1
+    return count * DTYPE_BYTES[spec.dtype]
+
+
+def _where(node: Node) -> str:
+    return f"{module_path(node) or 'model'}, node {node.name}"

@@ -1,0 +1,76 @@
+"""What can be chosen when an engine is built. The command line and config.json derive from it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from inkrt.errors import ConfigError
+
+# A verify step has at most this many tokens: what decode kernels and references are T-invariant for.
+MAX_VERIFY_TOKENS = 8
+
+TP_SIZES = (1, 2, 4, 8)
+TARGETS = ("cpu",)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """Choices of one build; everything else follows from the checkpoint.
+
+    Attributes:
+        target: what the engine runs on.
+        tp_size: ranks that share the model.
+        max_seq_len: positions of one session, prompt and output together; 0 takes the model's own.
+        max_batch_size: sessions that can be open at once.
+        dtype: compute dtype; "auto" takes the checkpoint's.
+        max_verify_tokens: width of the widest verify step (drafted tokens and one); 1 for none.
+        prefill_chunk: tokens of the prefill step.
+        weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
+    """
+
+    target: str = field(default="cpu", metadata={"help": "what the engine runs on: cpu"})
+    tp_size: int = field(default=1, metadata={"help": "ranks that share the model: 1, 2, 4 or 8"})
+    max_seq_len: int = field(
+        default=0, metadata={"help": "positions of a session, prompt and output; 0: the model's"}
+    )
+    max_batch_size: int = field(default=1, metadata={"help": "sessions open at once"})
+    dtype: Literal["auto", "bfloat16", "float32"] = field(
+        default="auto", metadata={"help": "compute dtype; auto: the checkpoint's"}
+    )
+    max_verify_tokens: int = field(
+        default=MAX_VERIFY_TOKENS, metadata={"help": "widest verify step, 1 for none"}
+    )
+    prefill_chunk: int = field(default=64, metadata={"help": "tokens of a prefill step"})
+    weights: Literal["real", "dummy"] = field(
+        default="real", metadata={"help": "dummy: no weight files, a fixed pattern at run time"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise ConfigError(
+                f"target {self.target!r} is not supported; this version builds for "
+                f"{', '.join(TARGETS)}"
+            )
+        if self.tp_size not in TP_SIZES:
+            raise ConfigError(
+                f"tp size {self.tp_size} is not supported; choose one of "
+                f"{', '.join(map(str, TP_SIZES))}"
+            )
+        if self.max_seq_len < 0:
+            raise ConfigError(f"max seq len must be positive, got {self.max_seq_len}")
+        if self.max_batch_size < 1:
+            raise ConfigError(f"max batch size must be at least 1, got {self.max_batch_size}")
+        if not 1 <= self.max_verify_tokens <= MAX_VERIFY_TOKENS:
+            raise ConfigError(
+                f"max verify tokens must be 1 to {MAX_VERIFY_TOKENS}, got {self.max_verify_tokens}"
+            )
+        if self.prefill_chunk <= MAX_VERIFY_TOKENS:
+            raise ConfigError(
+                f"prefill chunk must be above {MAX_VERIFY_TOKENS} (narrower steps are verify "
+                f"steps), got {self.prefill_chunk}"
+            )
+        for name, allowed in (
+            ("dtype", ("auto", "bfloat16", "float32")),
+            ("weights", ("real", "dummy")),
+        ):
+            if (got := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")

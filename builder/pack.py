@@ -1,0 +1,118 @@
+"""Packing: the weights of one rank, streamed from the checkpoint into safetensors files.
+
+The layout is that of the operators' references: contiguous, in module order. Sizes are known from
+the module before any data is read, so headers are written first and tensors follow one by one; host
+memory holds one tensor at a time.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from inkrt.builder.checkpoint import Checkpoint
+from inkrt.engines.interface import WeightSource
+from inkrt.errors import CheckpointError
+
+MAX_FILE_BYTES = 16 * 2**30
+_CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """Name, shape and dtype of one packed weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def packed_tensors(module: nn.Module) -> list[PackedTensor]:
+    """What a rank's weight files hold: every parameter, in module order."""
+    return [
+        PackedTensor(name, tuple(value.shape), value.dtype)
+        for name, value in module.named_parameters()
+    ]
+
+
+def split_files(tensors: list[PackedTensor]) -> list[list[PackedTensor]]:
+    """Cut the list into runs of at most MAX_FILE_BYTES, keeping its order."""
+    files: list[list[PackedTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if files[-1] and size + tensor.num_bytes > MAX_FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.num_bytes
+    return files
+
+
+def pack_rank(
+    folder: Path,
+    rank: int,
+    tensors: list[PackedTensor],
+    checkpoint: Checkpoint,
+    sources: Mapping[str, WeightSource],
+) -> Iterator[tuple[Path, PackedTensor]]:
+    """Write `rank<r>-0000i-of-0000N.safetensors`; yields each tensor once it is written.
+
+    Raises:
+        CheckpointError: a source tensor is missing or unfit.
+        OSError: writing failed.
+    """
+    files = split_files(tensors)
+    for number, content in enumerate(files, start=1):
+        path = folder / f"rank{rank}-{number:05}-of-{len(files):05}.safetensors"
+        with path.open("wb") as file:
+            file.write(_header(content))
+            for tensor in content:
+                data = read_weight(tensor, checkpoint, sources[tensor.name])
+                file.write(memoryview(data.view(torch.uint8).numpy()).cast("B"))
+                yield path, tensor
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def read_weight(tensor: PackedTensor, checkpoint: Checkpoint, source: WeightSource) -> Tensor:
+    """One weight of one rank: contiguous, on the CPU, in its packed dtype and shape.
+
+    BF16 is widened exactly; F32 is rounded to nearest even where the model computes in BF16, as the
+    reference does when it loads.
+    """
+    pieces = [checkpoint.read(part) for part in source.parts]
+    value = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=source.dim)
+    if source.pad:
+        value = torch.cat([value, value.new_zeros(source.pad, *value.shape[1:])])
+    if value.numel() != torch.Size(tensor.shape).numel():
+        raise CheckpointError(
+            f"{checkpoint.folder}: {source.parts[0].name} gives {list(value.shape)} for "
+            f"{tensor.name}, which is {list(tensor.shape)}"
+        )
+    return value.to(tensor.dtype).reshape(tensor.shape).contiguous()
+
+
+def _header(tensors: list[PackedTensor]) -> bytes:
+    """The safetensors header: 8 bytes of length, JSON, spaces to a multiple of 8."""
+    entries = {}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.num_bytes
+        entries[tensor.name] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

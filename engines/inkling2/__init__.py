@@ -1,0 +1,1 @@
+"""Inkling-2: configuration, per-rank text model and weight map."""

@@ -1,0 +1,239 @@
+"""The configuration of Inkling-2 text models, read from a checkpoint's config.json.
+
+Source: the published key names and defaults of `inkling2` / `inkling2_text`. Each key is read once;
+values that this definition does not implement are rejected by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from inkrt.errors import ConfigError
+
+# Published spelling first, accepted alias second.
+_ALIASES = {
+    "sliding_window_size": "sliding_window",
+    "n_routed_experts": "num_local_experts",
+    "conv_kernel_size": "sconv_kernel_size",
+    "max_position_embeddings": "model_max_length",
+    "moe_intermediate_size": "intermediate_size",
+    "route_scale": "routed_scaling_factor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of one kind of attention layer, over all ranks.
+
+    Attributes:
+        window: positions a query sees, itself included; 0 for full attention.
+        rel_extent: distances that carry a relative bias.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    rel_extent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inkling2Config:
+    """Dimensions and constants of the text model; names follow the published config."""
+
+    vocab_size: int
+    unpadded_vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    full: AttentionShape
+    sliding: AttentionShape
+    is_sliding: tuple[bool, ...]
+    d_rel: int
+    log_scaling_n_floor: int
+    log_scaling_alpha: float
+    max_position_embeddings: int
+    rms_norm_eps: float
+    conv_kernel_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    route_scale: float
+    qk_l2_clip_threshold: float
+    rel_l2_clip_threshold: float
+    n_layers_per_attn_res_block: int
+    mlp_gate_softcap: float
+    mlp_up_softcap: float
+    final_logit_softcapping: float
+    eos_token_ids: tuple[int, ...]
+    dtype: str | None
+
+    def attention(self, layer: int) -> AttentionShape:
+        """Heads of layer `layer`."""
+        return self.sliding if self.is_sliding[layer] else self.full
+
+    def check_tp_size(self, tp_size: int) -> None:
+        """Raise ConfigError unless every sharded dimension divides by `tp_size`."""
+        for name, size in (
+            ("num_attention_heads", self.full.num_heads),
+            ("num_key_value_heads", self.full.num_kv_heads),
+            ("swa_num_attention_heads", self.sliding.num_heads),
+            ("swa_num_key_value_heads", self.sliding.num_kv_heads),
+            ("moe_intermediate_size", self.moe_intermediate_size),
+        ):
+            if size % tp_size:
+                raise ConfigError(
+                    f"tp size {tp_size} does not divide {name} = {size} of this model; "
+                    f"choose a tp size that does"
+                )
+
+
+class _Reader:
+    """Reads keys of a config with type checks and errors that name the key."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def get(self, key: str, default: Any) -> Any:
+        alias = _ALIASES.get(key)
+        if key in self._values:
+            return self._values[key]
+        if alias is not None and alias in self._values:
+            return self._values[alias]
+        return default
+
+    def integer(self, key: str, default: int, *, minimum: int = 1) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(f"config.json: {key} must be an integer >= {minimum}, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}")
+        return float(value)
+
+    def require(self, key: str, allowed: object) -> None:
+        value = self.get(key, allowed)
+        if value != allowed:
+            raise ConfigError(
+                f"config.json: {key} = {value!r} is not supported for inkling2, only {allowed!r}"
+            )
+
+
+def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
+    """Read the text configuration from a whole `inkling2` config or an `inkling2_text` one.
+
+    Raises:
+        ConfigError: a value is invalid, contradicts another or is not supported.
+    """
+    text = values.get("text_config", values) if values.get("model_type") == "inkling2" else values
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"config.json: text_config must be an object, got {text!r}")
+    read = _Reader(text)
+    read.require("scoring_func", "sigmoid")
+    read.require("tie_word_embeddings", False)
+    read.require("number_of_conv_states", 4)
+    if (
+        quantization := values.get("quantization_config") or text.get("quantization_config")
+    ) is not None:
+        raise ConfigError(
+            f"config.json: quantization_config {quantization!r} is not supported; "
+            f"this version reads BF16 and FP32 weights"
+        )
+
+    num_layers = read.integer("num_hidden_layers", 48)
+    window = read.integer("sliding_window_size", 1024)
+    full = AttentionShape(
+        read.integer("num_attention_heads", 48),
+        read.integer("num_key_value_heads", 8),
+        read.integer("head_dim", 128),
+        0,
+        read.integer("rel_extent", 1024),
+    )
+    sliding = AttentionShape(
+        read.integer("swa_num_attention_heads", 48),
+        read.integer("swa_num_key_value_heads", 8),
+        read.integer("swa_head_dim", 128),
+        window,
+        window,
+    )
+    for shape, prefix in ((full, ""), (sliding, "swa_")):
+        if shape.num_heads % shape.num_kv_heads:
+            raise ConfigError(
+                f"config.json: {prefix}num_attention_heads = {shape.num_heads} is no multiple of "
+                f"{prefix}num_key_value_heads = {shape.num_kv_heads}"
+            )
+    config = Inkling2Config(
+        vocab_size=read.integer("vocab_size", 201024),
+        unpadded_vocab_size=read.integer("unpadded_vocab_size", 200058),
+        hidden_size=read.integer("hidden_size", 4608),
+        num_hidden_layers=num_layers,
+        full=full,
+        sliding=sliding,
+        is_sliding=_layer_kinds(text.get("layer_types"), num_layers),
+        d_rel=read.integer("d_rel", 16),
+        log_scaling_n_floor=read.integer("log_scaling_n_floor", 128000),
+        log_scaling_alpha=read.number("log_scaling_alpha", 0.1),
+        max_position_embeddings=read.integer("max_position_embeddings", 1048576),
+        rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+        conv_kernel_size=read.integer("conv_kernel_size", 4, minimum=2),
+        moe_intermediate_size=read.integer("moe_intermediate_size", 2304),
+        n_routed_experts=read.integer("n_routed_experts", 384),
+        num_experts_per_tok=read.integer("num_experts_per_tok", 8),
+        route_scale=read.number("route_scale", 8.0),
+        qk_l2_clip_threshold=read.number("qk_l2_clip_threshold", 22.627416997969522),
+        rel_l2_clip_threshold=read.number("rel_l2_clip_threshold", 8.0),
+        n_layers_per_attn_res_block=read.integer("n_layers_per_attn_res_block", 6),
+        mlp_gate_softcap=read.number("mlp_gate_softcap", 4.0),
+        mlp_up_softcap=read.number("mlp_up_softcap", 25.0),
+        final_logit_softcapping=read.number("final_logit_softcapping", 30.0),
+        eos_token_ids=_eos_ids(read.get("eos_token_id", 200006)),
+        dtype=_dtype(values) or _dtype(text),
+    )
+    if config.unpadded_vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"config.json: unpadded_vocab_size {config.unpadded_vocab_size} exceeds "
+            f"vocab_size {config.vocab_size}"
+        )
+    if config.num_experts_per_tok > config.n_routed_experts:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok {config.num_experts_per_tok} exceeds "
+            f"n_routed_experts {config.n_routed_experts}"
+        )
+    return config
+
+
+def _layer_kinds(layer_types: Any, num_layers: int) -> tuple[bool, ...]:
+    if layer_types is None:
+        return tuple((layer + 1) % 6 != 0 for layer in range(num_layers))
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise ConfigError(
+            f"config.json: layer_types must list {num_layers} layers, got {layer_types!r}"
+        )
+    for kind in layer_types:
+        if kind not in ("hybrid", "hybrid_sliding"):
+            raise ConfigError(
+                f"config.json: layer type {kind!r} is not supported, "
+                f"only 'hybrid' and 'hybrid_sliding'"
+            )
+    return tuple(kind == "hybrid_sliding" for kind in layer_types)
+
+
+def _eos_ids(value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ConfigError(f"config.json: eos_token_id must be an integer or a list, got {value!r}")
+    return tuple(ids)
+
+
+def _dtype(values: Mapping[str, Any]) -> str | None:
+    """The dtype a config names under its new or its old key."""
+    value = values.get("dtype", values.get("torch_dtype"))
+    if value is None:
+        return None
+    if value not in ("bfloat16", "float32"):
+        raise ConfigError(
+            f"config.json: dtype {value!r} is not supported, only 'bfloat16' and 'float32'"
+        )
+    return str(value)

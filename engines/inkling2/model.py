@@ -1,0 +1,213 @@
+"""The Inkling-2 text model of one rank, written to be traced.
+
+Layer equations: docs/architecture.md and the reference implementation in transformers (`inkling2`).
+Tensors carry shape letters: T tokens of the step, D hidden, H query heads, K key/value heads, d head
+dimension, r relative width, E experts, F expert width, V vocabulary, W convolution taps, R ring
+positions. All are this rank's share unless said otherwise; only h, the residual blocks and norms
+have the full width D on every rank.
+
+Every state buffer is indexed by absolute position. Calls are operators of ours or view operations;
+a row-parallel projection gives float32 partial sums (`partial`) where there are several ranks, and
+the builder places the collectives.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from inkrt.engines.inkling2.attention import Attention
+from inkrt.engines.inkling2.config import Inkling2Config
+from inkrt.engines.inkling2.parts import ShortConv, ink, parameter
+from inkrt.engines.interface import StateBuffer, StateOptions, StepInputs
+
+
+class Experts(nn.Module):
+    """Sigmoid router with a selection bias and softcapped SwiGLU experts."""
+
+    def __init__(self, config: Inkling2Config, tp_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        num_experts, width = config.n_routed_experts, config.moe_intermediate_size // tp_size
+        self.config = config
+        self.is_partial = tp_size > 1
+        self.router = parameter(num_experts, config.hidden_size, dtype=torch.float32)
+        self.router_bias = parameter(num_experts, dtype=torch.float32)
+        self.gate_up = parameter(num_experts, 2 * width, config.hidden_size, dtype=dtype)
+        self.down = parameter(num_experts, config.hidden_size, width, dtype=dtype)
+
+    def forward(self, z_TD: Tensor) -> Tensor:
+        """[T, D] to [T, D]; float32 partial sums where there are several ranks."""
+        config = self.config
+        weights_TE, experts_TE = ink.router(
+            z_TD, self.router, self.router_bias, config.num_experts_per_tok, config.route_scale
+        )
+        out_TD: Tensor = ink.experts(
+            z_TD,
+            weights_TE,
+            experts_TE,
+            self.gate_up,
+            self.down,
+            config.mlp_gate_softcap,
+            config.mlp_up_softcap,
+            self.is_partial,
+        )
+        return out_TD
+
+
+class MixedInput(nn.Module):
+    """Block attention residual: normed mixtures of the finished blocks and the current partial sum.
+
+    One learned query per output; keys and values are the RMS-normalised sources (section "Block
+    attention residual" of docs/architecture.md).
+    """
+
+    def __init__(
+        self, hidden_size: int, num_queries: int, eps: float, dtype: torch.dtype, *, has_mix: bool
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.dtype = dtype
+        self.queries = parameter(num_queries, hidden_size, dtype=torch.float32) if has_mix else None
+        self.norms = nn.ParameterList(
+            parameter(hidden_size, dtype=dtype) for _ in range(num_queries)
+        )
+
+    def forward(self, blocks: list[Tensor], current_TD: Tensor) -> list[Tensor]:
+        """[T, D] sources to one normed [T, D] per query."""
+        if self.queries is None:
+            sources = [current_TD] * len(self.norms)
+        else:
+            mixed = ink.residual_mix([*blocks, current_TD], self.queries, self.eps)
+            sources = [mixed[index] for index in range(len(self.norms))]
+        return [
+            ink.rms_norm(source, weight, self.eps, self.dtype)
+            for source, weight in zip(sources, self.norms, strict=True)
+        ]
+
+
+class Layer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(
+        self,
+        config: Inkling2Config,
+        layer: int,
+        tp_size: int,
+        dtype: torch.dtype,
+        state: StateOptions,
+    ) -> None:
+        super().__init__()
+        num_queries = 1 if config.is_sliding[layer] else 3
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.starts_block = layer % config.n_layers_per_attn_res_block == 0
+        self.dtype = dtype
+        self.attn_input = MixedInput(hidden, num_queries, eps, dtype, has_mix=layer > 0)
+        self.attn = Attention(config, layer, tp_size, dtype, state)
+        self.attn_conv = ShortConv(hidden, config.conv_kernel_size, dtype, state)
+        self.mlp_input = MixedInput(hidden, 1, eps, dtype, has_mix=True)
+        self.mlp = Experts(config, tp_size, dtype)
+        self.mlp_conv = ShortConv(hidden, config.conv_kernel_size, dtype, state)
+
+    def forward(
+        self, h_TD: Tensor, blocks: list[Tensor], step: StepInputs
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The partial sum of the current block and the finished blocks, before and after.
+
+        Between attention and experts the partial sum stays in float32; it is rounded once a layer.
+        """
+        inputs = self.attn_input(blocks, h_TD)
+        o_TD = self.attn_conv(self.attn(inputs, step), step)
+        if self.starts_block:
+            blocks = [*blocks, h_TD]
+            y_TD = ink.residual_add(None, o_TD, torch.float32)
+        else:
+            y_TD = ink.residual_add(h_TD, o_TD, torch.float32)
+        (z_TD,) = self.mlp_input(blocks, y_TD)
+        m_TD = self.mlp_conv(self.mlp(z_TD), step)
+        return ink.residual_add(y_TD, m_TD, self.dtype), blocks
+
+
+class Inkling2(nn.Module):
+    """Token ids to sampled tokens and logits, for one step of one rank."""
+
+    def __init__(
+        self,
+        config: Inkling2Config,
+        tp_size: int,
+        dtype: torch.dtype,
+        state: StateOptions,
+        last_row_only: bool,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tp_size = tp_size
+        self.dtype = dtype
+        self.last_row_only = last_row_only
+        self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.embed_norm = parameter(config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(
+            Layer(config, layer, tp_size, dtype, state) for layer in range(config.num_hidden_layers)
+        )
+        self.output_input = MixedInput(
+            config.hidden_size, 1, config.rms_norm_eps, dtype, has_mix=True
+        )
+        shard = -(-config.unpadded_vocab_size // tp_size)
+        self.unembed = parameter(shard, config.hidden_size, dtype=dtype)
+
+    def state_buffers(self) -> list[StateBuffer]:
+        """Every state buffer, in module order."""
+        paged = {
+            f"layers.{index}.attn.{cache}"
+            for index, is_sliding in enumerate(self.config.is_sliding)
+            if not is_sliding
+            for cache in ("k_cache", "v_cache")
+        }
+        return [
+            StateBuffer(name, "paged" if name in paged else "ring")
+            for name, _ in self.named_buffers()
+        ]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        num_tokens: Tensor,
+        slot: Tensor,
+        page_table: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        seed: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """See `StepInputs`; gives tokens int32 [R] and logits float32 [R, V].
+
+        R is T, or 1 with `last_row_only`.
+        """
+        step = StepInputs(
+            tokens, position, num_tokens, slot, page_table, temperature, top_k, top_p, min_p, seed
+        )
+        embedded_TD = ink.embedding(tokens, self.embed)
+        h_TD = ink.rms_norm(embedded_TD, self.embed_norm, self.config.rms_norm_eps, self.dtype)
+        blocks: list[Tensor] = []
+        for layer in self.layers:
+            h_TD, blocks = layer(h_TD, blocks, step)
+        (f_TD,) = self.output_input(blocks, h_TD)
+        if self.last_row_only:
+            f_TD = ink.last_row(f_TD, num_tokens)
+        shard_TV = ink.linear(f_TD, self.unembed, False)
+        if self.tp_size > 1:
+            shard_TV = ink.all_gather(shard_TV, self.tp_size)
+        logits_TV = ink.softcap(
+            shard_TV[:, : self.config.unpadded_vocab_size], self.config.final_logit_softcapping
+        )
+        sampled_T = ink.sample(
+            logits_TV,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            position,
+            num_tokens,
+            self.last_row_only,
+        )
+        return sampled_T, logits_TV

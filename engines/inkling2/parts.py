@@ -1,0 +1,71 @@
+"""Pieces that attention and the layers around it share: parameters and short convolutions."""
+
+import torch
+from torch import Tensor, nn
+
+from inkrt.engines.interface import StateOptions, StepInputs, ring_tokens
+from inkrt.plugins.registry import plugins
+
+plugins()  # registers the operators that torch.ops.ink resolves
+ink = torch.ops.ink
+
+
+def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter on the meta device: the builder binds it to packed weights by its name."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
+
+
+def conv_state(channels: int, taps: int, dtype: torch.dtype, state: StateOptions) -> Tensor:
+    """The ring [slots, R, channels] of a convolution's last inputs, on the meta device."""
+    shape = (state.num_slots, ring_tokens(taps - 1), channels)
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class ShortConv(nn.Module):
+    """Static depthwise causal convolution over the last W inputs, with their ring of state."""
+
+    def __init__(self, channels: int, taps: int, dtype: torch.dtype, state: StateOptions) -> None:
+        super().__init__()
+        self.weight = parameter(channels, taps, dtype=torch.float32)
+        self.state: Tensor
+        self.register_buffer("state", conv_state(channels, taps, dtype, state))
+
+    def forward(self, u_TC: Tensor, step: StepInputs) -> Tensor:
+        """[T, channels] to [T, channels]."""
+        y_TC: Tensor = ink.short_conv(
+            u_TC, self.weight, self.state, step.position, step.num_tokens, step.slot
+        )
+        return y_TC
+
+
+class DynamicShortConv(nn.Module):
+    """Causal convolution whose taps are static per channel plus dynamic per token and head."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        channels: int,
+        taps: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        state: StateOptions,
+    ) -> None:
+        super().__init__()
+        self.static_weight = parameter(taps, channels, dtype=dtype)
+        self.dynamic_proj = parameter(num_heads * taps, hidden_size, dtype=dtype)
+        self.state: Tensor
+        self.register_buffer("state", conv_state(channels, taps, dtype, state))
+
+    def forward(self, u_TC: Tensor, x_TD: Tensor, step: StepInputs) -> Tensor:
+        """u [T, channels] convolved with the taps that x [T, D] gives."""
+        dynamic = ink.linear(x_TD, self.dynamic_proj, False)
+        y_TC: Tensor = ink.dynamic_short_conv(
+            u_TC,
+            self.static_weight,
+            dynamic,
+            self.state,
+            step.position,
+            step.num_tokens,
+            step.slot,
+        )
+        return y_TC

@@ -1,0 +1,161 @@
+"""What every model definition gives to the builder.
+
+A definition is a per-rank `torch.nn.Module` written to be traced, its state layout and its weight
+map. The builder knows no model by name; it goes through these types.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+# Positions a session can always go back from the furthest one it has written: the widest verify
+# step (8) and a margin. Rings are this much longer than what one step looks back.
+ROLLBACK_TOKENS = 13
+
+
+def ring_tokens(look_back: int) -> int:
+    """Length of a ring whose readers look back `look_back` positions: a multiple of 16."""
+    return -(-(look_back + ROLLBACK_TOKENS) // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class StateOptions:
+    """How much state an engine holds.
+
+    Attributes:
+        num_slots: sessions.
+        max_seq_len: positions of one session.
+        page_tokens: positions per page of a paged buffer.
+    """
+
+    num_slots: int
+    max_seq_len: int
+    page_tokens: int
+
+    @property
+    def pages_per_session(self) -> int:
+        """Length of a page table."""
+        return -(-self.max_seq_len // self.page_tokens)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that let every session grow to max_seq_len."""
+        return self.num_slots * self.pages_per_session
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Device-resident inputs of a step, in the order of the traced signature.
+
+    Attributes:
+        tokens: int32 [T].
+        position: int32 [1], absolute position of row 0.
+        num_tokens: int32 [1], rows that are real; the others write no state.
+        slot: int32 [1], the session's slot.
+        page_table: int32 [pages_per_session].
+        temperature: float32 [1]; 0 is greedy.
+        top_k: int32 [1]; 0 is off.
+        top_p: float32 [1].
+        min_p: float32 [1].
+        seed: int64 [1].
+    """
+
+    tokens: Tensor
+    position: Tensor
+    num_tokens: Tensor
+    slot: Tensor
+    page_table: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rectangular piece of one checkpoint tensor.
+
+    Attributes:
+        name: tensor name in the checkpoint.
+        shape: the whole tensor's shape, checked before reading.
+        index: one slice per dimension; steps are allowed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where one parameter of one rank comes from.
+
+    Attributes:
+        parts: pieces that are concatenated along dimension `dim`.
+        dim: see parts.
+        pad: zero rows appended along dimension 0 (uneven vocabulary shards).
+    """
+
+    parts: tuple[Part, ...]
+    dim: int = 0
+    pad: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateBuffer:
+    """Kind of one state buffer; its shape is the module buffer's."""
+
+    name: str
+    kind: Literal["paged", "ring"]
+
+
+class TextModel(Protocol):
+    """A traced module: see `StepInputs` for the arguments of `forward`."""
+
+    def state_buffers(self) -> list[StateBuffer]:
+        """Every state buffer, in module order."""
+        ...
+
+
+class ModelConfig(Protocol):
+    """The fields that the builder reads of any model's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def unpadded_vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str | None: ...
+    def check_tp_size(self, tp_size: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """One model family.
+
+    Attributes:
+        parse_config: reads a checkpoint's config.json; raises ConfigError.
+        build_module: makes the module of one rank on the meta device from (config, tp_size, dtype,
+            state options, whether the step wants the last row only).
+        weight_sources: maps every parameter name of the module to its place in the checkpoint,
+            from (config, tensor names of the checkpoint, rank, tp_size).
+        ignored: whether a checkpoint tensor is known and belongs to a part that is not built.
+    """
+
+    parse_config: Callable[[Mapping[str, Any]], Any]
+    build_module: Callable[[Any, int, torch.dtype, StateOptions, bool], nn.Module]
+    weight_sources: Callable[[Any, frozenset[str], int, int], dict[str, WeightSource]]
+    ignored: Callable[[str], bool]

@@ -1,0 +1,42 @@
+"""Command line of the tiny checkpoint generator; silent when all went well."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from inkrt.engines.tiny.checkpoint import DTYPES, MODELS, write_checkpoint
+from inkrt.errors import InkError
+
+
+def main() -> int:
+    """Write the checkpoint that the command line asks for; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m inkrt.engines.tiny", description="Write a random tiny checkpoint."
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("--model", choices=list(MODELS), default="inkling2")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument(
+        "--layout",
+        choices=["publisher", "transformers"],
+        default="publisher",
+        help="tensor names: as published, or as transformers saves the model",
+    )
+    options = parser.parse_args()
+    try:
+        write_checkpoint(
+            options.out,
+            model=options.model,
+            seed=options.seed,
+            dtype=options.dtype,
+            layout=options.layout,
+        )
+    except InkError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

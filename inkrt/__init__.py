@@ -1,0 +1,32 @@
+"""InkRT: ahead-of-time engines for Inkling, Inkling-2 and Flint, and the runtime that drives them.
+
+Importing this package imports neither torch nor a GPU library; the public names load on first use.
+"""
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inkrt.errors import InkError
+    from inkrt.runtime.engine import Engine
+    from inkrt.runtime.llm import LLM
+    from inkrt.runtime.sampling_params import SamplingParams
+
+__version__ = "0.1.0.dev0"
+__all__ = ["LLM", "Engine", "InkError", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "inkrt.runtime.llm",
+    "Engine": "inkrt.runtime.engine",
+    "InkError": "inkrt.errors",
+    "SamplingParams": "inkrt.runtime.sampling_params",
+}
+
+logging.getLogger("inkrt").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'inkrt' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

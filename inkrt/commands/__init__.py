@@ -1,0 +1,1 @@
+"""The commands: thin fronts that parse, call the package and print."""

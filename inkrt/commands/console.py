@@ -1,0 +1,173 @@
+"""What the commands share: how options look and how errors end a command.
+
+Options are hyphenated and accept underscores too. Where a command has environment variables, they
+are called INK_<COMMAND>_<OPTION>. Exit codes: 0 done, 1 failed, 2 wrong usage, 3 the engine does
+not fit this machine, 130 interrupted.
+
+Heavy modules are imported inside the commands, so that `--help` is instant.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from inkrt.errors import InkError
+
+_DEBUG = inspect.Parameter(
+    "debug",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")],
+)
+
+
+def make_app(name: str, help_text: str, *, variables: bool = False) -> typer.Typer:
+    """An empty application.
+
+    Args:
+        name: of the command, e.g. "ink-run".
+        help_text: first paragraph of `--help` if there are several subcommands.
+        variables: whether options can come from the environment, for ink-run from INK_RUN_...
+    """
+    settings: dict[str, Any] = {
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+    }
+    if variables:
+        settings["auto_envvar_prefix"] = name.replace("-", "_").upper()
+    return typer.Typer(
+        name=name,
+        help=help_text,
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=settings,
+    )
+
+
+def add_command(
+    app: typer.Typer,
+    function: Callable[..., None],
+    *,
+    name: str | None = None,
+    options: type[Any] | None = None,
+) -> None:
+    """Add `function` to `app`, with `--debug` and with our errors as one line on stderr.
+
+    Args:
+        app: made by `make_app`.
+        function: its annotated parameters become arguments and options.
+        name: of the subcommand, if the application has several.
+        options: a dataclass; every field becomes an option (with the help text that its metadata
+            holds) and `function` receives an instance as its keyword argument `options`.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    own = [p for p in signature.parameters.values() if options is None or p.name != "options"]
+    derived = _option_parameters(options) if options is not None else []
+
+    @functools.wraps(function)
+    def command(*, debug: bool, **values: object) -> None:
+        try:
+            if options is not None:
+                chosen = {parameter.name: values.pop(parameter.name) for parameter in derived}
+                values["options"] = options(**chosen)
+            function(**values)
+        except InkError as error:
+            if debug:
+                raise
+            fail(str(error), error.exit_code)
+        except ModuleNotFoundError as error:
+            if debug or error.name not in ("torch", "transformers"):
+                raise
+            fail(
+                f"{error.name} is needed for this and not installed; "
+                f"install it with: pip install {error.name}",
+                1,
+            )
+
+    parameters = [*own, *derived, _DEBUG]
+    # typer reads both: the signature for order and defaults, the annotations for types.
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    app.command(name)(command)
+
+
+def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
+    """Run the application and exit.
+
+    Args:
+        app: with all its commands.
+        arguments: those of the process if None.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    app(args=arguments, prog_name=app.info.name)
+
+
+def say(text: str, *, is_result: bool = True) -> None:
+    """Print a line: results to stdout, everything about them to stderr."""
+    typer.echo(text, err=not is_result)
+
+
+def fail(message: str, exit_code: int) -> None:
+    """Print an error and end the command.
+
+    Raises:
+        typer.Exit: always.
+    """
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(exit_code)
+
+
+def format_bytes(count: int) -> str:
+    """A size for people: exact below 10 KiB, then three digits, e.g. "1.46 GiB"."""
+    if count < 10 * 1024:
+        return f"{count:,} B"
+    value, unit = float(count), "B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if value < 1000 or unit == "TiB":
+            break
+    return f"{value:.3g} {unit}"
+
+
+def format_table(
+    rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()
+) -> list[str]:
+    """Lines with aligned columns.
+
+    Args:
+        rows: equal in length; no cell has line breaks.
+        right: columns aligned to the right.
+    """
+    widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _option_parameters(options: type[Any]) -> list[inspect.Parameter]:
+    """One keyword parameter per field of a dataclass, annotated for typer."""
+    hints = get_type_hints(options)
+    parameters = []
+    for field in fields(options):
+        assert field.default is not MISSING, f"{options.__name__}.{field.name} has no default"
+        option = typer.Option(f"--{field.name.replace('_', '-')}", help=field.metadata["help"])
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=Annotated[hints[field.name], option],
+            )
+        )
+    return parameters

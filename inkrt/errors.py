@@ -1,0 +1,56 @@
+"""Errors a user can act on.
+
+Every message says what happened, where, what was got, what is allowed and the next step, in one or
+two sentences. A command prints the message alone and exits with `exit_code`; bugs of ours raise
+`AssertionError` or whatever Python raises, never an `InkError`.
+"""
+
+from typing import ClassVar
+
+
+class InkError(Exception):
+    """Base of all errors of InkRT."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(InkError):
+    """A model or build configuration is invalid or not supported."""
+
+
+class CheckpointError(InkError):
+    """A checkpoint is missing, damaged or not what its configuration says."""
+
+
+class BuildError(InkError):
+    """An engine cannot be built from a valid checkpoint."""
+
+
+class EngineFormatError(InkError):
+    """An engine folder is damaged or not an engine."""
+
+
+class EngineMismatchError(InkError):
+    """A sound engine that this machine or this version cannot run."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class CapacityError(InkError):
+    """Memory, pages, slots or context are exhausted."""
+
+
+class RequestError(InkError):
+    """A request is invalid.
+
+    Attributes:
+        param: name of the offending request field.
+    """
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class DeviceError(InkError):
+    """A device is missing, unsuitable or failed."""

@@ -1,0 +1,183 @@
+"""lm_head_sample: logits over a vocabulary sharded by ranks, and a token drawn from each row.
+
+    shard_r = linear(x, weight_r)                                   [R, Vs]     sent to all ranks
+    logits  = softcap([shard_0 | shard_1 | ...][:, :vocab_size], cap)      float32 [R, vocab_size]
+    tokens  = sample(logits, ...)
+
+It has the bits of `linear`, `all_gather`, `softcap` and `sample` one after the other. Rows of the
+weights at and above vocab_size are padding and are never drawn. Source: inkling2.md section 5.7.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inkrt.plugins.caseutil import int32, integers
+from inkrt.plugins.linear.op import linear
+from inkrt.plugins.registry import Arguments, Case, Collective, operator
+from inkrt.plugins.sample.op import fit_sampling, sample, sampling_arguments
+from inkrt.plugins.shapes import MODEL_DTYPES, Axes
+from inkrt.plugins.softcap.op import softcap
+
+
+def _payload(
+    x: Tensor,
+    weight: Tensor,
+    vocab_size: int,  # noqa: ARG001
+    cap: float,  # noqa: ARG001
+    temperature: Tensor,  # noqa: ARG001
+    top_k: Tensor,  # noqa: ARG001
+    top_p: Tensor,  # noqa: ARG001
+    min_p: Tensor,  # noqa: ARG001
+    seed: Tensor,  # noqa: ARG001
+    position: Tensor,  # noqa: ARG001
+    num_tokens: Tensor,  # noqa: ARG001
+    last_row: bool,  # noqa: ARG001
+    tp_size: int,  # noqa: ARG001
+) -> Tensor:
+    return linear(x, weight, False)
+
+
+def _combine(
+    payloads: Sequence[Tensor],
+    x: Tensor,  # noqa: ARG001
+    weight: Tensor,  # noqa: ARG001
+    vocab_size: int,
+    cap: float,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    num_tokens: Tensor,
+    last_row: bool,
+    tp_size: int,
+) -> tuple[Tensor, Tensor]:
+    assert len(payloads) == tp_size, f"{len(payloads)} payloads for {tp_size} ranks"
+    logits = softcap(torch.cat(list(payloads), dim=-1)[:, :vocab_size], cap)
+    tokens = sample(logits, temperature, top_k, top_p, min_p, seed, position, num_tokens, last_row)
+    return tokens, logits
+
+
+def fake(
+    x: Tensor,
+    weight: Tensor,
+    vocab_size: int,
+    cap: float,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    num_tokens: Tensor,
+    last_row: bool,
+    tp_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Tokens int32 [R] and logits float32 [R, vocab_size]."""
+    axes = Axes("lm_head_sample")
+    axes.fit("x", x, "R", "D", dtype=MODEL_DTYPES)
+    axes.fit("weight", weight, "Vs", "D", dtype=x.dtype)
+    fit_sampling(axes, temperature, top_k, top_p, min_p, seed, position, num_tokens)
+    axes.require(tp_size >= 1, f"tp_size is {tp_size}, expected >= 1")
+    rows = tp_size * axes["Vs"]
+    axes.require(1 <= vocab_size <= rows, f"vocab_size is {vocab_size}, expected 1 to {rows}")
+    axes.require(cap > 0, f"cap is {cap}, expected > 0")
+    if last_row:
+        axes.require(axes["R"] == 1, f"x has {axes['R']} rows, expected 1 with last_row")
+    tokens = x.new_empty(axes["R"], dtype=torch.int32)
+    return tokens, x.new_empty((axes["R"], vocab_size), dtype=torch.float32)
+
+
+def cases() -> list[Case]:
+    """Greedy and filtered draws, with and without padding rows of the weight.
+
+    Inputs are small whole numbers, whose products and sums are exact in bfloat16: the tokens of the
+    oracle can then be compared exactly.
+    """
+
+    def make(
+        name: str, sampling: Arguments, num_rows: int, vocab_size: int, num_padding: int,
+        *, last_row: bool = False,
+    ) -> Case:  # fmt: skip
+        def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
+            weight = integers(generator, 7, vocab_size + num_padding, 13) - 3
+            weight[vocab_size:] = 50  # would win every draw
+            return {
+                "x": (integers(generator, 3, num_rows, 13) - 1).to(dtype),
+                "weight": weight.to(dtype),
+                "vocab_size": vocab_size,
+                "cap": 30.0,
+                **sampling,
+                "position": int32(17),
+                "num_tokens": int32(4 if last_row else num_rows),
+                "last_row": last_row,
+                "tp_size": 1,
+            }
+
+        # Only the float32 softcap rounds.
+        return Case(name, arguments, {torch.float32: 1e-6, torch.bfloat16: 1e-6})
+
+    parameters = sampling_arguments
+    return [
+        make("greedy_padded", parameters(temperature=0.0), 3, 61, 3),
+        make("sampled", parameters(temperature=4.0, seed=11), 11, 37, 0),
+        make(
+            "filtered_last_row",
+            parameters(temperature=2.0, top_k=20, top_p=0.95, min_p=0.001, seed=12),
+            1,
+            101,
+            27,
+            last_row=True,
+        ),
+    ]
+
+
+@operator(
+    "lm_head_sample",
+    fake=fake,
+    cases=cases,
+    collective=Collective(payload=_payload, combine=_combine),
+)
+def lm_head_sample(
+    x: Tensor,
+    weight: Tensor,
+    vocab_size: int,
+    cap: float,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    num_tokens: Tensor,
+    last_row: bool,
+    tp_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute the logits of the rows and draw the token after each.
+
+    Args:
+        x: [R, D] float32 or bfloat16, normalized hidden states.
+        weight: x's dtype [Vs, D], this rank's rows of the head.
+        vocab_size: tokens that may be drawn, at most tp_size * Vs.
+        cap: softcap of the logits.
+        temperature: as the following six, see `sample`.
+        top_k: int32 [1].
+        top_p: float32 [1].
+        min_p: float32 [1].
+        seed: int64 [1].
+        position: int32 [1].
+        num_tokens: int32 [1].
+        last_row: see `sample`.
+        tp_size: number of ranks.
+
+    Returns:
+        Tokens int32 [R] and logits float32 [R, vocab_size], equal on all ranks.
+    """
+    shard = linear(x, weight, False)
+    return _combine(
+        [shard], x, weight, vocab_size, cap, temperature, top_k, top_p, min_p, seed, position,
+        num_tokens, last_row, tp_size,
+    )  # fmt: skip

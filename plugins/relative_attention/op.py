@@ -1,0 +1,233 @@
+"""relative_attention: grouped-query attention with a bias by distance and a sink.
+
+    s[t,h,u] = q[t,h] . k[u,g(h)] * scale + bias(t,h,t-u)    for 0 <= t-u < window (0: any)
+    bias(t,h,n) = rel[t,h] . bank[:,n] if n < extent, else 0
+    out[t,h] = sum_u softmax([s[t,h,:], sinks[t,h]])_u * v[u,g(h)]
+
+The sink takes probability and gives no value. Keys before the step come from the cache, those of
+the step from k and v, so it does not matter whether `kv_write` runs before or after, as long as a
+ring has window - 1 + T rows; with fewer it must run after, or it overwrites keys still wanted.
+
+In bfloat16 the product, its scaling, the bias and its addition round to bfloat16 each; softmax is
+float32 and its probabilities round to bfloat16. These are the steps of `[HF eager]` in the model
+facts. A fused kernel keeps scores in float32 and is compared with this within a tolerance.
+Source: Inkling-2 attention, `eager_attention_forward` and `Inkling2RelativePositionBias` of
+transformers; bit-equal to them for a prefill of more than 8 rows.
+"""
+
+import torch
+from torch import Tensor
+
+from inkrt.plugins.caseutil import normal, shuffled_pages, step_arguments
+from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, Case, operator
+from inkrt.plugins.shapes import MODEL_DTYPES, Axes
+from inkrt.plugins.state import locate, step_positions
+
+
+def fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rel: Tensor,
+    bank: Tensor,
+    sinks: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor | None,
+    position: Tensor,
+    num_tokens: Tensor,
+    slot: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Shape and dtype of q."""
+    axes = Axes("relative_attention")
+    axes.fit("q", q, "T", "H", "d", dtype=MODEL_DTYPES)
+    axes.fit("k", k, "T", "KV", "d", dtype=q.dtype)
+    axes.fit("v", v, "T", "KV", "d", dtype=q.dtype)
+    axes.fit("rel", rel, "T", "H", "r", dtype=q.dtype)
+    axes.fit("bank", bank, "r", "extent", dtype=q.dtype)
+    axes.fit("sinks", sinks, "T", "H", dtype=q.dtype)
+    axes.fit("k_cache", k_cache, "entries", "rows", "KV", "d", dtype=q.dtype)
+    axes.fit("v_cache", v_cache, "entries", "rows", "KV", "d", dtype=q.dtype)
+    axes.step(position, num_tokens, slot)
+    axes.require(
+        axes["H"] % axes["KV"] == 0, f"q has {axes['H']} heads, expected a multiple of {axes['KV']}"
+    )
+    axes.require(window >= 0, f"window is {window}, expected >= 0")
+    axes.require(scale > 0, f"scale is {scale}, expected > 0")
+    if page_table is not None:
+        axes.fit("page_table", page_table, "max_pages", dtype=torch.int32)
+    else:
+        axes.require(window > 0, "window is 0 (all keys) on a ring cache, expected a page table")
+        axes.require(
+            axes["rows"] >= window - 1,
+            f"k_cache keeps {axes['rows']} positions, expected at least window-1={window - 1}",
+        )
+    return q.new_empty(q.shape)
+
+
+def _case(
+    name: str,
+    num_rows: int,
+    position: int,
+    *,
+    num_tokens: int | None = None,
+    heads: tuple[int, int] = (6, 2),
+    window: int = 6,
+    rows: int = 8,
+    max_pages: int | None = None,
+    slot: int = 0,
+) -> Case:
+    def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
+        num_heads, num_kv_heads = heads
+        head_dim, rel_dim, extent = 7, 3, window or 9
+        entries = 3 if max_pages is None else max_pages + 2
+        return {
+            "q": normal(generator, dtype, num_rows, num_heads, head_dim),
+            "k": normal(generator, dtype, num_rows, num_kv_heads, head_dim),
+            "v": normal(generator, dtype, num_rows, num_kv_heads, head_dim),
+            "rel": normal(generator, dtype, num_rows, num_heads, rel_dim),
+            "bank": normal(generator, dtype, rel_dim, extent),
+            "sinks": normal(generator, dtype, num_rows, num_heads),
+            "k_cache": normal(generator, dtype, entries, rows, num_kv_heads, head_dim),
+            "v_cache": normal(generator, dtype, entries, rows, num_kv_heads, head_dim),
+            "page_table": (
+                None if max_pages is None else shuffled_pages(generator, entries, max_pages)
+            ),
+            **step_arguments(position, num_tokens or num_rows, slot),
+            "window": window,
+            "scale": head_dim**-0.5,
+        }
+
+    # Five bfloat16 roundings (see above), three of them on scores that softmax exponentiates.
+    return Case(name, arguments, {torch.float32: 1e-6, torch.bfloat16: 1.5e-2})
+
+
+def cases() -> list[Case]:
+    """Rings around the window's edge and their wrap; pages around extent and page ends; padding."""
+    return [
+        _case("ring, first token", 1, 0, slot=1),
+        _case("ring, last token before the window is full", 1, 5),
+        _case("ring, first token to drop a key", 1, 6, slot=2),
+        _case("ring, verify across its end", 5, 13, heads=(4, 4)),
+        _case("ring of window-1, padded verify", 8, 12, num_tokens=3, rows=5),
+        _case("ring, prefill wider than it", 13, 0, num_tokens=11),
+        _case("ring, later chunk", 11, 19, heads=(3, 1), slot=1),
+        _case("window of one", 3, 4, window=1),
+        _case("pages, first token", 1, 0, window=0, rows=4, max_pages=1),
+        _case("pages, verify past the extent", 5, 14, window=0, rows=4, max_pages=6),
+        _case("pages, padded chunk", 13, 6, num_tokens=9, window=0, rows=4, max_pages=4),
+        _case("pages with a window", 4, 9, window=6, rows=4, max_pages=4),
+    ]
+
+
+@operator("relative_attention", fake=fake, cases=cases)
+def relative_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rel: Tensor,
+    bank: Tensor,
+    sinks: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor | None,
+    position: Tensor,
+    num_tokens: Tensor,
+    slot: Tensor,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Attend from the valid rows of a step to the session's keys up to each row.
+
+    Args:
+        q: float32 or bfloat16 [T, H, d]; all tensors of one dtype.
+        k: [T, KV, d], keys of the step; q head h uses kv head h // (H / KV).
+        v: [T, KV, d].
+        rel: [T, H, r], relative states.
+        bank: [r, extent], a profile of bias by distance for each relative state.
+        sinks: [T, H], logits.
+        k_cache: [slots, R, KV, d] with R >= window - 1, or [pages, page_tokens, KV, d] with a page
+            table. Holds the positions before the step.
+        v_cache: like k_cache.
+        page_table: int32 [max_pages], or None for rings.
+        position: int32 [1], of row 0.
+        num_tokens: int32 [1], valid rows.
+        slot: int32 [1]; pages do not use it.
+        window: number of keys a row sees, itself included; 0 for all.
+        scale: of the scores.
+
+    Returns:
+        [T, H, d] in q's dtype; rows from num_tokens on are zero.
+    """
+    first, count = int(position), int(num_tokens)
+    oldest = _oldest_key(first, window)
+    where = locate(k_cache, torch.arange(oldest, first, device=q.device), slot, page_table)
+    keys = torch.cat([k_cache[where], k[:count]])
+    values = torch.cat([v_cache[where], v[:count]])
+    positions = step_positions(position, count)
+    out = q.new_zeros(q.shape)
+
+    def attend(rows: slice, begin: int, end: int) -> Tensor:
+        """Rows of the step over the keys at positions begin..end-1."""
+        distance = positions[rows, None] - torch.arange(begin, end, device=q.device)
+        is_masked = distance < 0
+        if window:
+            is_masked |= distance >= window
+        seen = slice(begin - oldest, end - oldest)
+        return _attention(
+            q[rows].clone(),
+            keys[seen],
+            values[seen],
+            _bias(rel[rows].clone(), bank, distance),
+            sinks[rows],
+            is_masked,
+            scale,
+        )
+
+    if len(q) > MAX_VERIFY_TOKENS:
+        out[:count] = attend(slice(0, count), oldest, first + count)
+    else:
+        # Each row exactly as a decode step at its position: same keys, same shapes.
+        for i in range(count):
+            begin, end = _oldest_key(first + i, window), first + i + 1
+            out[i : i + 1] = attend(slice(i, i + 1), begin, end)
+    return out
+
+
+def _oldest_key(position: int, window: int) -> int:
+    """Position of the oldest key that a row sees."""
+    return max(position - window + 1, 0) if window else 0
+
+
+def _bias(rel: Tensor, bank: Tensor, distance: Tensor) -> Tensor:
+    """Bias [H, n, S] of relative states [n, H, r] at distances int64 [n, S]."""
+    extent = bank.shape[1]
+    by_distance = (rel @ bank).transpose(0, 1)  # [H, n, extent]
+    index = distance.clamp(0, extent - 1).expand(len(by_distance), -1, -1)
+    outside = (distance < 0) | (distance >= extent)
+    return by_distance.gather(-1, index).masked_fill(outside, 0.0)
+
+
+def _attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    sinks: Tensor,
+    is_masked: Tensor,
+    scale: float,
+) -> Tensor:
+    """Output [n, H, d] of q [n, H, d] over keys and values [S, KV, d].
+
+    The bias is [H, n, S], the sinks [n, H] and the mask bool [n, S].
+    """
+    groups = q.shape[1] // keys.shape[1]
+    keys = keys.transpose(0, 1).repeat_interleave(groups, dim=0)  # [H, S, d]
+    values = values.transpose(0, 1).repeat_interleave(groups, dim=0)
+    scores = q.transpose(0, 1) @ keys.transpose(1, 2) * scale
+    scores = (scores + bias).masked_fill(is_masked, float("-inf"))
+    logits = torch.cat([scores, sinks.T[..., None]], dim=-1).float()
+    probabilities = torch.softmax(logits, dim=-1)[..., :-1].to(q.dtype)
+    return (probabilities @ values).transpose(0, 1)

@@ -1,0 +1,307 @@
+"""Chat templates: messages to text or to token ids.
+
+Templates are Jinja2, evaluated in its immutable sandbox with the names that published templates
+expect. Text of messages never becomes a role marker: the template is rendered with placeholders,
+only its own text is searched for special tokens, and the messages are put in afterwards.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from inkrt.errors import EngineFormatError, RequestError
+from inkrt.runtime.tokenizer import Tokenizer
+
+Message = Mapping[str, object]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXT_KEYS = ("content", "name", "reasoning_content")
+
+# Private-use characters: templates hold none, and message text is not in the text they stand in.
+MARK_BEGIN, MARK_END = "\ue0f0", "\ue0f1"
+
+# What an expression of a template can raise on unexpected input.
+RENDER_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
+
+
+class ChatTemplate:
+    """The chat template of one engine. Thread-safe.
+
+    Args:
+        source: Jinja2 text.
+        variables: names the template may use besides those of `render`, e.g. "bos_token".
+
+    Raises:
+        EngineFormatError: the text is not valid Jinja2.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["namespace"] = _PlainNamespace
+        environment.globals["dict"] = _make_dict
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise EngineFormatError(
+                f"the chat template is not valid Jinja2 (line {error.lineno}: {error.message}); "
+                "mend chat_template.jinja and rebuild the engine"
+            ) from None
+        self._variables = dict(variables or {})
+
+    @classmethod
+    def load(cls, folder: Path) -> "ChatTemplate | None":
+        """The template of a folder with tokenizer files; None if it has none.
+
+        Raises:
+            EngineFormatError: a file is damaged.
+        """
+        config_path, template_path = (
+            folder / "tokenizer_config.json",
+            folder / "chat_template.jinja",
+        )
+        config: dict[str, Any] = {}
+        try:
+            if config_path.is_file():
+                config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
+            source = config.get("chat_template")
+            if template_path.is_file():
+                source = template_path.read_text(encoding="utf-8")
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise EngineFormatError(
+                f"cannot read the chat template of {folder}: {error}; "
+                "copy the engine again or rebuild it"
+            ) from None
+        if isinstance(source, list):  # older checkpoints: several named templates
+            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        if source is None:
+            return None
+        tokens = {}
+        for name, value in config.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                tokens[name] = text
+        return cls(source, tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **kwargs: object,
+    ) -> str:
+        """The conversation as text, to look at; `encode_chat` makes the prompt.
+
+        Args:
+            messages: with "role" and "content", optionally "name" and "reasoning_content".
+            add_generation_prompt: end with the beginning of an answer.
+            tools: function declarations, passed to the template.
+            **kwargs: further template variables, e.g. reasoning_effort.
+
+        Raises:
+            RequestError: invalid messages, or the template refuses them.
+        """
+        check_messages(messages)
+        variables = {**kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return self._render(messages, variables, datetime.now())
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: object,
+    ) -> list[int]:
+        """The conversation as token ids, in which message text stays ordinary text.
+
+        Equal to encoding `render`'s text with special tokens parsed, wherever no message contains
+        the text of one.
+
+        Args:
+            messages: as for `render`.
+            tokenizer: of the same engine.
+            add_generation_prompt: end with the beginning of an answer.
+            **kwargs: further template variables: plain values; strings must not contain special
+                tokens.
+
+        Raises:
+            RequestError: invalid messages, the template refuses them, or it changes their text in
+                a way that placeholders cannot follow.
+        """
+        check_messages(messages)
+        for name, value in kwargs.items():
+            if not isinstance(value, str | int | float | None):
+                raise RequestError(
+                    f"template variable {name} is a {type(value).__name__}, it must be a string, "
+                    "a number, a flag or None",
+                    param=name,
+                )
+            parts = tokenizer.split_special(value) if isinstance(value, str) else []
+            if any(isinstance(part, int) for part in parts):
+                raise RequestError(
+                    f"template variable {name} contains a special token: {value!r}", param=name
+                )
+        variables = {**kwargs, "tools": None, "add_generation_prompt": add_generation_prompt}
+        now = datetime.now()
+        marked, texts = _mark(messages)
+        pieces = _split_marks(self._render(marked, variables, now), texts)
+        joined = "".join(text for text, _ in pieces)
+        if joined != self._render(messages, variables, now):
+            raise RequestError(
+                "the chat template changes the text of a message depending on what it says, which "
+                "is not supported; render() the messages and generate from the text instead",
+                param="messages",
+            )
+        return _encode_pieces(pieces, tokenizer)
+
+    def _render(
+        self, messages: Sequence[Message], variables: Mapping[str, object], now: datetime
+    ) -> str:
+        try:
+            return self._template.render(
+                {
+                    **self._variables,
+                    **variables,
+                    "messages": list(messages),
+                    "strftime_now": now.strftime,
+                }
+            )
+        except RENDER_ERRORS as error:
+            raise RequestError(
+                f"the chat template refuses the messages: {error}", param="messages"
+            ) from error
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Check the form of a conversation.
+
+    Raises:
+        RequestError: names the message, what it has and what is allowed.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise RequestError("messages must be a list of at least one message", param="messages")
+    for i, message in enumerate(messages):
+        place = f"messages[{i}]"
+        if not isinstance(message, Mapping):
+            raise _message_error(place, message, 'an object with "role" and "content"')
+        if message.get("role") not in ROLES:
+            raise _message_error(f"{place}.role", message.get("role"), f"one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise _message_error(f"{place}.content", message.get("content"), "a string")
+        for key, value in message.items():
+            if key not in ("role", *TEXT_KEYS):
+                raise RequestError(
+                    f"{place} has the key {key!r}; supported are role, {', '.join(TEXT_KEYS)}",
+                    param="messages",
+                )
+            if not isinstance(value, str):
+                raise _message_error(f"{place}.{key}", value, "a string")
+
+
+def _message_error(place: str, value: object, allowed: str) -> RequestError:
+    got = repr(value) if isinstance(value, str | None) else f"a {type(value).__name__}"
+    return RequestError(f"{place} is {got}, it must be {allowed}", param="messages")
+
+
+def _mark(messages: Sequence[Message]) -> tuple[list[dict[str, str]], list[str]]:
+    """The messages with placeholders for their texts, and the texts.
+
+    White space around a text stays in place, so that a template can strip it as it would; texts of
+    white space alone stay, so that a template can test for them.
+    """
+    marked, texts = [], []
+    for message in messages:
+        fields = {key: str(value) for key, value in message.items()}
+        for key in TEXT_KEYS:
+            value = fields.get(key, "")
+            if core := value.strip():
+                head, tail = value.split(core, 1) if value != core else ("", "")
+                fields[key] = f"{head}{MARK_BEGIN}{len(texts)}{MARK_END}{tail}"
+                texts.append(core)
+        marked.append(fields)
+    return marked, texts
+
+
+def _split_marks(rendered: str, texts: Sequence[str]) -> list[tuple[str, bool]]:
+    """The rendered text as (text, is it the template's own) pieces, with placeholders resolved."""
+    first, *rest = rendered.split(MARK_BEGIN)
+    pieces = [(first, True)]
+    for part in rest:
+        number, end, own = part.partition(MARK_END)
+        if not end or not number.isdecimal() or int(number) >= len(texts):
+            raise RequestError(
+                "the chat template changes the text of a message, which is not supported",
+                param="messages",
+            )
+        pieces += [(texts[int(number)], False), (own, True)]
+    return pieces
+
+
+def _encode_pieces(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> list[int]:
+    """Encode everything between two special tokens of the template as one text.
+
+    A template's text and a message's text may form tokens together, as in training.
+    """
+    ids: list[int] = []
+    pending = ""
+    for text, is_own in pieces:
+        for part in tokenizer.split_special(text) if is_own else [text]:
+            if isinstance(part, str):
+                pending += part
+            else:
+                ids += [*tokenizer.encode(pending), part]
+                pending = ""
+    return ids + tokenizer.encode(pending)
+
+
+class _PlainNamespace(Namespace):
+    """Jinja's namespace without names that Python itself gives a meaning to."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805
+        self, *rest = args
+        Namespace.__init__(self, {})
+        for name, value in dict(*rest, **kwargs).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"a namespace cannot have an attribute {name!r}")
+        Namespace.__setitem__(self, name, value)
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which prompts must not.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -1,0 +1,113 @@
+"""What runs steps: the protocol of executors and the choice of one by an engine's target.
+
+An executor owns the device memory of one engine (weights, state, scratch) and runs one step at a
+time. It knows slots and pages as numbers only; which of them belong to whom is `runtime.state`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inkrt.errors import EngineMismatchError
+from inkrt.runtime.engine_file import EngineConfig
+from inkrt.runtime.rebuild import rebuild_with
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the rows of one step are sampled. Plain numbers, already validated.
+
+    Noise is keyed by `seed` and the position of the token being drawn, so a draw does not depend
+    on the width of the step.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        top_p: 1 is off.
+        min_p: 0 is off.
+        seed: 0 <= seed < 2**63.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One call of a step.
+
+    Attributes:
+        tokens: 1 to `Plan.num_tokens` token ids, for positions position..position+len(tokens)-1.
+        position: of the first token, counted from 0.
+        slot: ring slot of the session.
+        pages: page table of the session: entry i holds positions i*page_tokens and up. It may be
+            longer than needed and is valid only during the call.
+        sampling: for every row.
+    """
+
+    tokens: Sequence[int]
+    position: int
+    slot: int
+    pages: Sequence[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step returns: one row per token for decode and verify, the last row for prefill.
+
+    Attributes:
+        tokens: int32 [rows], the token drawn after each row.
+        logits: float32 [rows, vocabulary].
+    """
+
+    tokens: NDArray[np.int32]
+    logits: NDArray[np.float32]
+
+
+class Executor(Protocol):
+    """Runs the steps of one engine. Not thread-safe: one call at a time."""
+
+    def run(self, step: str, step_input: StepInput) -> StepOutput:
+        """Run a step; writes the state of its positions and reads state at or below them.
+
+        If it raises, the state of the positions it was to write is undefined.
+        """
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy all ring buffers of a slot."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page of every paged buffer."""
+
+    def close(self) -> None:
+        """Release all memory; the executor must not be used afterwards."""
+
+
+def open_executor(folder: Path, config: EngineConfig) -> Executor:
+    """Open the executor for the engine's target, with weights loaded and ready to run.
+
+    Raises:
+        EngineMismatchError: this version has no executor for the target, or torch is missing.
+    """
+    if config.target != "cpu":
+        raise EngineMismatchError(
+            f"engine {folder} was built for {config.target}, this version of inkrt runs cpu engines "
+            f"only; rebuild it with: {rebuild_with(config.rebuild_command, '--target', 'cpu')}"
+        )
+    try:
+        from inkrt.runtime.executor.cpu import CpuExecutor
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise EngineMismatchError(
+            f"engine {folder} was built for cpu, which needs torch: pip install 'inkrt[cpu]'"
+        ) from None
+    return CpuExecutor(folder, config)

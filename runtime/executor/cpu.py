@@ -1,0 +1,240 @@
+"""The CPU executor: runs plans through the plugins' references, all ranks in one process.
+
+It is the oracle that other executors are compared with, so it takes the plan literally: every rank
+has its own arena, and tensors live at the offsets that the builder planned. Ranks run in lockstep,
+launch by launch; a collective reads the payloads of all ranks in rank order.
+
+This is the one module of the runtime that imports torch.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from inkrt.errors import EngineFormatError, EngineMismatchError
+from inkrt.plugins.registry import Plugin, plugins
+from inkrt.runtime.engine_file import EngineConfig, read_plans, weight_files
+from inkrt.runtime.executor import StepInput, StepOutput
+from inkrt.runtime.plan import Argument, Const, DType, Launch, Plan, Ref, TensorSpec
+
+# Called after each launch with its index, itself and its outputs on rank 0.
+Observer = Callable[[int, Launch, list[Tensor]], None]
+
+
+class CpuExecutor:
+    """An engine on the CPU; see `runtime.executor.Executor`.
+
+    Raises:
+        EngineMismatchError: from the constructor, if the engine calls operators of other versions.
+        EngineFormatError: from the constructor, if plans or weights are damaged.
+    """
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        _check_plugins(folder, config)
+        ranks = range(config.tp_size)
+        # Every rank has its own copy of the plans in the format; on the CPU one serves all.
+        self._plans = read_plans(folder, 0)
+        arena_bytes = max(plan.arena_bytes for plan in self._plans.values())
+        self._config = config
+        self._ranks = [
+            _Rank(_load_weights(folder, config, rank, self._plans), config, arena_bytes)
+            for rank in ranks
+        ]
+        self._bound = {
+            name: _BoundPlan(plan, [rank.bind(plan) for rank in self._ranks])
+            for name, plan in self._plans.items()
+        }
+
+    def run(self, step: str, step_input: StepInput, observer: Observer | None = None) -> StepOutput:
+        """Run one step on all ranks; `observer` sees every launch's outputs on rank 0."""
+        bound = self._bound[step]
+        plan = bound.plan
+        count = len(step_input.tokens)
+        assert 1 <= count <= plan.num_tokens, f"{count} tokens in step {step}"
+        for tensors in bound.tensors:
+            for name, value in _input_values(step_input).items():
+                # Unused rows and pages keep harmless zeros.
+                tensor = tensors[plan.inputs[name]]
+                tensor.zero_()
+                tensor[: len(value)] = torch.tensor(value, dtype=tensor.dtype)
+        for index, launch in enumerate(plan.launches):
+            bound.run_launch(launch)
+            if observer is not None:
+                observer(index, launch, [bound.tensors[0][i] for i in launch.outputs])
+        rows = count if plan.num_rows == plan.num_tokens else plan.num_rows
+        outputs = {name: bound.tensors[0][index][:rows] for name, index in plan.outputs.items()}
+        tokens: np.ndarray[Any, np.dtype[np.int32]] = outputs["tokens"].numpy().copy()
+        logits: np.ndarray[Any, np.dtype[np.float32]] = outputs["logits"].numpy().copy()
+        return StepOutput(tokens, logits)
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy all ring buffers of a slot."""
+        self._copy("ring", source, target)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page of every paged buffer."""
+        self._copy("paged", source, target)
+
+    def state(self, name: str, rank: int = 0) -> Tensor:
+        """A state buffer of a rank, for tests and parity reports; not a copy."""
+        return self._ranks[rank].state[name]
+
+    def close(self) -> None:
+        """Release all memory."""
+        self._bound.clear()
+        self._ranks.clear()
+
+    def _copy(self, kind: str, source: int, target: int) -> None:
+        for rank in self._ranks:
+            for spec in self._config.state.buffers:
+                if spec.kind == kind:
+                    rank.state[spec.name][target] = rank.state[spec.name][source]
+
+
+class _Rank:
+    """The memory of one rank."""
+
+    def __init__(self, weights: dict[str, Tensor], config: EngineConfig, arena_bytes: int) -> None:
+        self.weights = weights
+        self.state = {
+            spec.name: torch.zeros(spec.shape, dtype=_dtype(spec.dtype))
+            for spec in config.state.buffers
+        }
+        # int64 elements: every view dtype divides the length.
+        self.arena = torch.zeros(-(-arena_bytes // 8), dtype=torch.int64)
+
+    def bind(self, plan: Plan) -> list[Tensor]:
+        """A tensor for every `plan.tensors`; inputs get memory of their own per plan."""
+        inputs = {
+            spec.storage: torch.zeros(spec.shape, dtype=_dtype(spec.dtype))
+            for spec in plan.tensors
+            if spec.space == "input"
+            and spec.storage in plan.inputs
+            and spec.offset == 0
+            and plan.tensors[plan.inputs[spec.storage]] is spec
+        }
+        return [self._view(spec, inputs) for spec in plan.tensors]
+
+    def _view(self, spec: TensorSpec, inputs: dict[str, Tensor]) -> Tensor:
+        dtype = _dtype(spec.dtype)
+        if spec.space == "arena":
+            base = self.arena.view(dtype)
+        elif spec.space == "weight":
+            base = self.weights[spec.storage]
+        elif spec.space == "state":
+            base = self.state[spec.storage]
+        else:
+            base = inputs[spec.storage]
+        offset = base.storage_offset() + spec.offset // dtype.itemsize
+        return base.as_strided(spec.shape, spec.strides, offset)
+
+
+class _BoundPlan:
+    """A plan with the tensors of every rank."""
+
+    def __init__(self, plan: Plan, tensors: list[list[Tensor]]) -> None:
+        self.plan = plan
+        self.tensors = tensors
+        self._arguments = {
+            id(launch): [_arguments(launch, of_rank) for of_rank in tensors]
+            for launch in plan.launches
+        }
+
+    def run_launch(self, launch: Launch) -> None:
+        plugin = plugins()[launch.op]
+        arguments = self._arguments[id(launch)]
+        for tensors, result in zip(self.tensors, _evaluate(plugin, arguments), strict=True):
+            values = () if result is None else (result,) if isinstance(result, Tensor) else result
+            for index, value in zip(launch.outputs, values, strict=True):
+                tensors[index].copy_(value)
+
+
+def _evaluate(plugin: Plugin, arguments: list[dict[str, Any]]) -> list[Any]:
+    """Results of one launch on every rank."""
+    if plugin.collective is None:
+        return [plugin.reference(**of_rank) for of_rank in arguments]
+    payloads = [plugin.collective.payload(**of_rank) for of_rank in arguments]
+    return [plugin.collective.combine(payloads, **of_rank) for of_rank in arguments]
+
+
+def _arguments(launch: Launch, tensors: list[Tensor]) -> dict[str, Any]:
+    def value(argument: Argument) -> Any:
+        if isinstance(argument, Ref):
+            return tensors[argument.tensor]
+        if isinstance(argument, Const):
+            return argument.value
+        if isinstance(argument, DType):
+            return _dtype(argument.name)
+        return [tensors[index] for index in argument.tensors]
+
+    return {name: value(argument) for name, argument in launch.args.items()}
+
+
+def _input_values(step_input: StepInput) -> dict[str, list[int] | list[float]]:
+    sampling = step_input.sampling
+    return {
+        "tokens": list(step_input.tokens),
+        "position": [step_input.position],
+        "num_tokens": [len(step_input.tokens)],
+        "slot": [step_input.slot],
+        "page_table": list(step_input.pages),
+        "temperature": [sampling.temperature],
+        "top_k": [sampling.top_k],
+        "top_p": [sampling.top_p],
+        "min_p": [sampling.min_p],
+        "seed": [sampling.seed],
+    }
+
+
+def _check_plugins(folder: Path, config: EngineConfig) -> None:
+    for name, version in config.plugins.items():
+        ours = plugins()[name].version if name in plugins() else None
+        if ours != version:
+            raise EngineMismatchError(
+                f"engine {folder} calls operator {name} version {version}, this inkrt has "
+                f"{'none' if ours is None else f'version {ours}'}; "
+                f"rebuild it with: {config.rebuild_command}"
+            )
+
+
+def _load_weights(
+    folder: Path, config: EngineConfig, rank: int, plans: dict[str, Plan]
+) -> dict[str, Tensor]:
+    if config.build.get("weights") == "dummy":
+        return _dummy_weights(plans, rank)
+    weights: dict[str, Tensor] = {}
+    for name in weight_files(config, rank):
+        try:
+            weights |= load_file(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise EngineFormatError(
+                f"{folder / name} is damaged ({error}); copy the engine again or rebuild it with: "
+                f"{config.rebuild_command}"
+            ) from None
+    return weights
+
+
+def _dummy_weights(plans: dict[str, Plan], rank: int) -> dict[str, Tensor]:
+    """Pseudo-random weights that keep activations finite: a fixed function of name and rank."""
+    weights: dict[str, Tensor] = {}
+    for plan in plans.values():
+        for spec in plan.tensors:
+            if spec.space != "weight" or spec.storage in weights:
+                continue
+            digest = hashlib.sha256(f"{spec.storage}/{rank}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            values = torch.randn(spec.shape, generator=generator) * spec.shape[-1] ** -0.5
+            weights[spec.storage] = values.to(_dtype(spec.dtype))
+    return weights
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

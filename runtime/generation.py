@@ -1,0 +1,168 @@
+"""The token loop of one request: prompt in, tokens and text out, one step at a time.
+
+Several generations of one engine can take turns; each `advance` runs exactly one step.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from inkrt.errors import RequestError
+from inkrt.runtime.engine_file import EngineConfig
+from inkrt.runtime.executor import Sampling
+from inkrt.runtime.rebuild import rebuild_with
+from inkrt.runtime.sampling_params import MAX_SEED, SamplingParams
+from inkrt.runtime.session import Session, check_tokens
+from inkrt.runtime.stop import StopMatcher
+from inkrt.runtime.tokenizer import IncrementalDecoder, Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step adds to the output.
+
+    Attributes:
+        text: new text. It lags behind the tokens while a character is unfinished or a stop string
+            may be under way, and leaves out the token that ended generation.
+        token_ids: new tokens, with the token that ended generation; empty while the prompt is read.
+        finish_reason: None until the last delta; "stop": an end token or stop string; "length":
+            `max_tokens` or the end of the context.
+        stop_reason: the stop string or the id among `stop_token_ids` that ended generation; None
+            for the model's own end tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+def check_request(
+    prompt: Sequence[int], params: SamplingParams, config: EngineConfig, *, has_tokenizer: bool
+) -> list[int]:
+    """The prompt as plain integers, if the engine can run the request.
+
+    Raises:
+        RequestError: invalid tokens, no room for one output token, or stop strings without text.
+    """
+    ids = check_tokens(prompt, config)
+    if len(ids) >= config.max_seq_len:
+        rebuild = rebuild_with(config.rebuild_command, "--max-seq-len", len(ids) + 1)
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens, this engine holds {config.max_seq_len} with the "
+            f"output; shorten it to at most {config.max_seq_len - 1} or rebuild with: {rebuild}",
+            param="prompt",
+        )
+    if params.stop and not has_tokenizer:
+        raise RequestError(
+            "stop strings need text, but the engine has no tokenizer.json; use stop_token_ids",
+            param="stop",
+        )
+    return ids
+
+
+class Generation:
+    """One running request. It owns its session and closes it when it ends.
+
+    Args:
+        session: new and empty.
+        prompt: checked by `check_request`.
+        params: sampling and stopping.
+        tokenizer: makes the text; None leaves it empty.
+
+    Attributes:
+        state: "prefill" until the prompt is read, then "decode", at last "finished".
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        config = session.config
+        self.state: Literal["prefill", "decode", "finished"] = "prefill"
+        self._session = session
+        self._prompt = prompt
+        self._params = params
+        self._eos = frozenset(() if params.ignore_eos else config.model.eos_token_ids)
+        self._sampling = Sampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed,
+        )
+        room = config.max_seq_len - len(prompt)
+        self._num_left = room if params.max_tokens is None else min(room, params.max_tokens)
+        self._last_token = -1
+        self._decoder = (
+            IncrementalDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            if tokenizer
+            else None
+        )
+        self._matcher = StopMatcher(params.stop, include_match=params.include_stop_str_in_output)
+
+    def advance(self) -> Delta:
+        """Run one step: a piece of the prompt, or one token.
+
+        Raises:
+            CapacityError: the pages are exhausted. Whatever it raises, the generation has ended.
+        """
+        assert self.state != "finished", "the generation has ended"
+        try:
+            if self.state == "decode":
+                output = self._session.step([self._last_token], self._sampling)
+            else:
+                start = self._session.length
+                piece = self._prompt[start : start + self._session.widest_step]
+                output = self._session.prefill(piece, self._sampling)
+                if self._session.length < len(self._prompt):
+                    return Delta("", ())
+                self.state = "decode"
+            return self._take(int(output.tokens[-1]))
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[Delta]:
+        """Run to the end."""
+        while self.state != "finished":
+            yield self.advance()
+
+    def close(self) -> None:
+        """End the generation and give back its state; may be called again."""
+        self.state = "finished"
+        self._session.close()
+
+    def _take(self, token: int) -> Delta:
+        self._last_token = token
+        self._num_left -= 1
+        is_eos = token in self._eos
+        is_stop_token = is_eos or token in self._params.stop_token_ids
+        is_last = is_stop_token or self._num_left == 0
+        is_visible = not is_stop_token or self._params.include_stop_str_in_output
+        text = self._text([token] if is_visible else [], is_last)
+        finish_reason: FinishReason | None = None
+        stop_reason: int | str | None = None
+        if is_stop_token:
+            finish_reason, stop_reason = "stop", None if is_eos else token
+        elif self._matcher.matched is not None:
+            finish_reason, stop_reason = "stop", self._matcher.matched
+        elif is_last:
+            finish_reason = "length"
+        if finish_reason is not None:
+            self.close()
+        return Delta(text, (token,), finish_reason, stop_reason)
+
+    def _text(self, tokens: Sequence[int], is_last: bool) -> str:
+        if self._decoder is None:
+            return ""
+        text = "".join(self._decoder.push(token) for token in tokens)
+        if not is_last:
+            return self._matcher.push(text)
+        return self._matcher.push(text + self._decoder.flush()) + self._matcher.flush()

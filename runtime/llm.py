@@ -1,0 +1,312 @@
+"""Text generation over an engine: the API most callers need.
+
+An LLM may be used from several threads. One lock guards every step, so concurrent calls interleave
+in no promised order; it is not held while a caller's code runs.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from inkrt.errors import CapacityError, EngineFormatError, RequestError
+from inkrt.runtime.engine import Engine
+from inkrt.runtime.generation import Delta, FinishReason, Generation, check_request
+from inkrt.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from inkrt.runtime.chat import Message
+
+Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion; `Delta` says what the fields hold at the end of a generation.
+
+    Attributes:
+        index: number of the completion; always 0.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of one prompt.
+
+    Attributes:
+        request_id: unique in this LLM.
+        prompt_token_ids: the prompt as the model saw it.
+        outputs: one completion.
+        finished: always true; callers of other engines look for it.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A validated request, waiting while `generation` is None."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    generation: Generation | None = None
+    deltas: list[Delta] = field(default_factory=list)
+
+    def output(self) -> RequestOutput:
+        completion = CompletionOutput(
+            index=0,
+            text="".join(delta.text for delta in self.deltas),
+            token_ids=tuple(token for delta in self.deltas for token in delta.token_ids),
+            finish_reason=self.deltas[-1].finish_reason,
+            stop_reason=self.deltas[-1].stop_reason,
+        )
+        return RequestOutput(self.request_id, tuple(self.prompt), (completion,))
+
+
+class LLM:
+    """Generates text with an engine.
+
+    Parameters that a call does not give come from the model's generation_config.json, else they are
+    `SamplingParams()`.
+
+    Args:
+        folder: an engine folder, written by ink-build.
+        verify: also compare the sha256 of every file.
+
+    Attributes:
+        engine: the open engine; its sessions must not run beside this object's calls.
+        default_params: used where a call gives none.
+
+    Raises:
+        InkError: see `Engine.open`.
+    """
+
+    def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
+        self.default_params = _default_params(Path(folder))
+        self.engine = Engine.open(folder, verify=verify)
+        # Reentrant: the garbage collector may close a forgotten stream while its thread holds it.
+        self._lock = threading.RLock()
+        self._numbers = count()
+        # Pages that running requests hold or may still take, by request id.
+        self._promised_pages: dict[str, int] = {}
+
+    def generate(
+        self,
+        prompts: str | Mapping[str, Sequence[int]] | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; as many as the engine has room for take turns, step by step.
+
+        Args:
+            prompts: texts, lists of token ids, or {"prompt_token_ids": [...]}. Text is encoded as
+                ordinary text: role markers in it mean nothing. A single text may stand alone.
+            params: for all prompts, or one per prompt.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt is invalid (the message names it); nothing has run then.
+            CapacityError: calls of other threads hold all slots or pages.
+        """
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise RequestError(
+                f"{len(each)} params for {len(many)} prompts; give one for all or one per prompt",
+                param="params",
+            )
+        requests = []
+        for i, prompt in enumerate(many):
+            try:
+                requests.append(self._request(prompt, each[i]))
+            except RequestError as error:
+                raise RequestError(f"prompts[{i}]: {error}", param=error.param) from None
+        waiting, running = deque(requests), deque[_Request]()
+        try:
+            while waiting or running:
+                while waiting and self._try_start(waiting[0], must=not running):
+                    running.append(waiting.popleft())
+                if self._advance(running[0]).finish_reason is None:
+                    running.rotate(-1)
+                else:
+                    self._end(running.popleft())
+        finally:
+            for request in running:
+                self._end(request)
+        return [request.output() for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
+        """Complete one prompt, handing out what each step adds; deltas, not the text so far.
+
+        Nothing runs before the first item is asked for. Closing the generator cancels the request
+        and frees its state.
+
+        Raises:
+            RequestError: the prompt is invalid; raised by this call.
+            CapacityError: other requests hold all slots or pages; raised with the first item.
+        """
+        return self._stream(self._request(prompt, params))
+
+    def chat(
+        self, messages: "Sequence[Message]", params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Answer one conversation.
+
+        Args:
+            messages: objects with "role" and "content", optionally "name" and "reasoning_content".
+            params: sampling and stopping.
+
+        Raises:
+            RequestError: invalid messages, or the engine has no chat template.
+            CapacityError: other requests hold all slots or pages.
+        """
+        return self.generate([self._encode_chat(messages)], params)[0]
+
+    def chat_stream(
+        self, messages: "Sequence[Message]", params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
+        """Answer one conversation as `stream` does; arguments and errors are those of `chat`."""
+        return self.stream(self._encode_chat(messages), params)
+
+    def close(self) -> None:
+        """Release all memory; running streams end with an error. May be called again."""
+        with self._lock:
+            self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None) -> _Request:
+        tokenizer = self.engine.tokenizer
+        tokens: Any = prompt
+        if isinstance(prompt, Mapping):
+            if set(prompt) != {"prompt_token_ids"}:
+                raise RequestError(
+                    f"a prompt object has the keys {sorted(prompt)}, it must have "
+                    "prompt_token_ids only",
+                    param="prompt",
+                )
+            tokens = prompt["prompt_token_ids"]
+        elif isinstance(prompt, str):
+            if tokenizer is None:
+                raise RequestError(
+                    "the engine has no tokenizer.json; give token ids or rebuild it from a "
+                    "checkpoint with a tokenizer",
+                    param="prompt",
+                )
+            tokens = tokenizer.encode(prompt)
+        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+            raise RequestError(
+                f"a prompt is a {type(tokens).__name__}, it must be a string, a list of token ids "
+                'or {"prompt_token_ids": [...]}',
+                param="prompt",
+            )
+        own = params or self.default_params
+        ids = check_request(tokens, own, self.engine.config, has_tokenizer=tokenizer is not None)
+        return _Request(f"request-{next(self._numbers)}", ids, own)
+
+    def _encode_chat(self, messages: "Sequence[Message]") -> list[int]:
+        template, tokenizer = self.engine.chat_template, self.engine.tokenizer
+        if template is None or tokenizer is None:
+            raise RequestError(
+                "the engine has no chat template; use generate, or rebuild it from a checkpoint "
+                "with chat_template.jinja and tokenizer.json",
+                param="messages",
+            )
+        return template.encode_chat(messages, tokenizer)
+
+    def _stream(self, request: _Request) -> Generator[Delta, None, None]:
+        try:
+            self._try_start(request, must=True)
+            delta = Delta("", ())
+            while delta.finish_reason is None:
+                delta = self._advance(request)
+                if delta.token_ids:
+                    yield delta
+        finally:
+            self._end(request)
+
+    def _try_start(self, request: _Request, *, must: bool) -> bool:
+        """Give a request its state, with pages for all that it may write.
+
+        Returns:
+            Whether there was room; if `must`, raises CapacityError instead of returning false.
+        """
+        with self._lock:
+            states = self.engine.states
+            limit = self.engine.config.max_seq_len
+            if request.params.max_tokens is not None:
+                limit = min(limit, len(request.prompt) + request.params.max_tokens)
+            num_pages = states.layout.num_pages
+            # The last token of a generation is never written.
+            wanted = min(states.pages_for(limit - 1), num_pages)
+            promised = sum(self._promised_pages.values())
+            try:
+                if promised + wanted > num_pages:
+                    raise CapacityError(
+                        f"the request may need {wanted} pages of context, running requests hold "
+                        f"{promised} of {num_pages}; try again later or lower max_tokens"
+                    )
+                session = self.engine.session()
+            except CapacityError:
+                if must:
+                    raise
+                return False
+            self._promised_pages[request.request_id] = wanted
+            request.generation = Generation(
+                session, request.prompt, request.params, self.engine.tokenizer
+            )
+            return True
+
+    def _advance(self, request: _Request) -> Delta:
+        assert request.generation is not None
+        with self._lock:
+            delta = request.generation.advance()
+        request.deltas.append(delta)
+        return delta
+
+    def _end(self, request: _Request) -> None:
+        with self._lock:
+            if request.generation is not None:
+                request.generation.close()
+            self._promised_pages.pop(request.request_id, None)
+
+
+def _default_params(folder: Path) -> SamplingParams:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return SamplingParams()
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return SamplingParams.from_generation_config(config)
+    except (OSError, msgspec.MsgspecError, RequestError) as error:
+        raise EngineFormatError(
+            f"cannot use {path}: {error}; mend the file or rebuild the engine"
+        ) from None

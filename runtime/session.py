@@ -1,0 +1,199 @@
+"""A session: one timeline of tokens and the state that belongs to it.
+
+It chooses steps, keeps the timeline and the state in step with each other, and knows neither text
+nor when to stop. Sessions of one engine share its executor: use them from one thread at a time.
+"""
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from types import TracebackType
+from typing import Self
+
+from inkrt.errors import RequestError
+from inkrt.runtime.engine_file import EngineConfig, StepSpec
+from inkrt.runtime.executor import Executor, Sampling, StepInput, StepOutput
+from inkrt.runtime.state import SequenceState, StateManager
+
+
+def check_tokens(tokens: Iterable[int], config: EngineConfig) -> list[int]:
+    """The tokens as a list of plain integers.
+
+    Raises:
+        RequestError: there is none, one is not an integer, or one is not an id of the model.
+    """
+    try:
+        ids = [index(token) for token in tokens]
+    except TypeError as error:
+        raise RequestError(f"token ids must be integers: {error}", param="prompt") from None
+    if not ids:
+        raise RequestError("the prompt has no tokens; give at least one", param="prompt")
+    limit = config.model.num_embeddings
+    if min(ids) < 0 or max(ids) >= limit:
+        place = next(i for i, token in enumerate(ids) if not 0 <= token < limit)
+        raise RequestError(
+            f"token {place} of the prompt has id {ids[place]}, ids of this model are "
+            f"0..{limit - 1}; encode text with the engine's own tokenizer",
+            param="prompt",
+        )
+    return ids
+
+
+class Session:
+    """One conversation on an engine; made by `Engine.session`.
+
+    Args:
+        executor: runs the steps.
+        states: owner of the sequence.
+        config: of the engine.
+        sequence: the session's state; freed by `close`.
+        tokens: what the state holds.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        states: StateManager,
+        config: EngineConfig,
+        sequence: SequenceState,
+        tokens: Sequence[int] = (),
+    ) -> None:
+        assert sequence.length == len(tokens), (sequence.length, len(tokens))
+        self.config = config
+        self._executor = executor
+        self._states = states
+        self._sequence = sequence
+        self._tokens = list(tokens)
+        self._steps = sorted(config.steps, key=lambda step: step.num_tokens)
+        self._row_steps = [step for step in self._steps if step.num_rows == step.num_tokens]
+
+    @property
+    def tokens(self) -> list[int]:
+        """A copy of the committed timeline."""
+        return list(self._tokens)
+
+    @property
+    def length(self) -> int:
+        """Committed tokens; the next token goes to this position."""
+        return len(self._tokens)
+
+    @property
+    def widest_step(self) -> int:
+        """Tokens that `prefill` can take in one step."""
+        return self._steps[-1].num_tokens
+
+    def prefill(
+        self, tokens: Sequence[int], sampling: Sampling, *, chunk: int | None = None
+    ) -> StepOutput:
+        """Append tokens, as few steps as possible.
+
+        Pieces are as long as the widest step (or `chunk`) allows; each piece takes the narrowest
+        step that holds it. If a step raises, the pieces before it stay appended.
+
+        Args:
+            tokens: at least one.
+            sampling: for the token after the last.
+            chunk: most tokens per step.
+
+        Returns:
+            One row: the last token's.
+
+        Raises:
+            RequestError: invalid tokens or chunk.
+            CapacityError: the context or the pages are exhausted.
+        """
+        ids = check_tokens(tokens, self.config)
+        if chunk is not None and chunk < 1:
+            raise RequestError(f"chunk is {chunk}, it must be at least 1", param="chunk")
+        self._require_open()
+        self._states.require_context(self._sequence, len(ids))
+        size = min(chunk or self.widest_step, self.widest_step)
+        for start in range(0, len(ids), size):
+            piece = ids[start : start + size]
+            step = next(step for step in self._steps if step.num_tokens >= len(piece))
+            output = self._run(step, piece, sampling)
+        return StepOutput(output.tokens[-1:], output.logits[-1:])
+
+    def step(self, tokens: Sequence[int], sampling: Sampling) -> StepOutput:
+        """Append tokens in one decode or verify step.
+
+        Returns:
+            One row per token: row i is what follows tokens[: i + 1].
+
+        Raises:
+            RequestError: invalid tokens, or more than the widest verify step takes.
+            CapacityError: the context or the pages are exhausted.
+        """
+        ids = check_tokens(tokens, self.config)
+        step = next((step for step in self._row_steps if step.num_tokens >= len(ids)), None)
+        if step is None:
+            widest = self._row_steps[-1].num_tokens if self._row_steps else 0
+            raise RequestError(
+                f"{len(ids)} tokens in one step, the widest decode or verify step of this engine "
+                f"takes {widest}; use prefill",
+                param="tokens",
+            )
+        return self._run(step, ids, sampling)
+
+    def rollback(self, length: int) -> None:
+        """Forget all tokens from position `length` on.
+
+        Raises:
+            RequestError: `length` is not in 0..self.length.
+            CapacityError: further back than the engine keeps state for; 0 is always allowed.
+        """
+        self._require_open()
+        self._states.rollback(self._sequence, length)
+        del self._tokens[length:]
+
+    def fork(self) -> "Session":
+        """Open a second session with the same tokens; both go on independently.
+
+        Raises:
+            CapacityError: all slots are in use.
+        """
+        self._require_open()
+        sequence = self._states.fork(self._sequence)
+        try:
+            self._executor.copy_slot(self._sequence.slot, sequence.slot)
+        except BaseException:
+            self._states.free(sequence)
+            raise
+        return Session(self._executor, self._states, self.config, sequence, self._tokens)
+
+    def close(self) -> None:
+        """Give back slot and pages; may be called again."""
+        if self._sequence.is_open:
+            self._states.free(self._sequence)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self, step: StepSpec, tokens: list[int], sampling: Sampling) -> StepOutput:
+        self._require_open()
+        sequence = self._sequence
+        copies = self._states.reserve(sequence, len(tokens))
+        try:
+            for copy in copies:
+                self._executor.copy_page(copy.source, copy.target)
+            step_input = StepInput(tokens, sequence.length, sequence.slot, sequence.pages, sampling)
+            output = self._executor.run(step.name, step_input)
+        except BaseException:
+            self._states.cancel(sequence)
+            raise
+        self._states.commit(sequence, len(tokens))
+        self._tokens.extend(tokens)
+        return output
+
+    def _require_open(self) -> None:
+        if not self._sequence.is_open:
+            raise RequestError(
+                "the session is closed; open another with engine.session()", param="session"
+            )

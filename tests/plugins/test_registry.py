@@ -1,0 +1,140 @@
+"""Every case of every plugin: reference against oracle, fake against reference, schema, opcheck."""
+
+import copy
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracles import ORACLES, Oracle, to_float64
+from torch import Tensor
+
+from inkrt.plugins.registry import Arguments, Case, Plugin, plugins
+
+try:
+    from oracles_fused import ORACLES_FUSED
+except ModuleNotFoundError:
+    ORACLES_FUSED: dict[str, Oracle] = {}
+
+ALL_ORACLES = ORACLES | ORACLES_FUSED
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _arguments(plugin: Plugin, case: Case, dtype: torch.dtype) -> Arguments:
+    # A fixed seed per case: adding a case changes no other.
+    seed = zlib.crc32(f"{plugin.name}/{case.name}".encode())
+    return case.arguments(dtype, torch.Generator().manual_seed(seed))
+
+
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    if outputs is None:
+        return ()
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def _tensors(arguments: Arguments) -> Iterator[tuple[str, Tensor]]:
+    for name, value in arguments.items():
+        for i, item in enumerate(value if isinstance(value, list | tuple) else [value]):
+            if isinstance(item, Tensor):
+                yield f"{name}[{i}]" if isinstance(value, list | tuple) else name, item
+
+
+def _assert_near(name: str, got: Tensor, expected: Any, rtol: float) -> None:
+    expected = torch.as_tensor(expected)
+    assert got.shape == expected.shape, name
+    if not got.is_floating_point():
+        assert torch.equal(got.long(), expected.long()), name
+        return
+    assert torch.isfinite(got).all() or torch.isinf(expected).any(), name
+    # NaN in the oracle: anything finite is right.
+    is_free = torch.isnan(expected)
+    expected = expected.masked_fill(is_free, 0.0)
+    error = got.double().masked_fill(is_free, 0.0) - expected
+    bound = rtol * torch.linalg.vector_norm(expected)
+    assert torch.linalg.vector_norm(error) <= bound, (
+        f"{name}: relative error "
+        f"{torch.linalg.vector_norm(error) / torch.linalg.vector_norm(expected):.3g} > {rtol}"
+    )
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_to_meta(item) for item in value]
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Strides of the dimensions where they mean something."""
+    sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for size, stride in sizes_and_strides if size > 1]
+
+
+CASES = [
+    pytest.param(plugin, case, dtype, id=f"{plugin.name}/{case.name}/{str(dtype)[6:]}")
+    for plugin in plugins().values()
+    for case in plugin.cases()
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("plugin", "case", "dtype"), CASES)
+def test_reference_is_near_oracle(plugin: Plugin, case: Case, dtype: torch.dtype):
+    arguments = _arguments(plugin, case, dtype)
+    before = copy.deepcopy(arguments)
+    wide = {name: to_float64(value) for name, value in arguments.items()}
+    outputs, mutated = ALL_ORACLES[plugin.name](**wide)
+    got = _as_tuple(plugin.op(**arguments))
+
+    assert len(got) == len(outputs)
+    for i, (ours, expected) in enumerate(zip(got, outputs, strict=True)):
+        _assert_near(f"output {i}", ours, expected, case.rtol[dtype])
+    assert set(mutated) == set(plugin.mutates)
+    unchanged = dict(_tensors(before))
+    for name, value in _tensors(arguments):
+        if name in plugin.mutates:
+            _assert_near(name, value, mutated[name], case.rtol[dtype])
+            assert not torch.equal(value, unchanged[name]), f"{name} was not written"
+        else:
+            assert torch.equal(value, unchanged[name]), f"{name} was written"
+
+
+@pytest.mark.parametrize(("plugin", "case", "dtype"), CASES)
+def test_fake_has_the_references_shapes(plugin: Plugin, case: Case, dtype: torch.dtype):
+    arguments = _arguments(plugin, case, dtype)
+    on_meta = {name: _to_meta(value) for name, value in arguments.items()}
+    fakes = _as_tuple(plugin.op(**on_meta))
+    outputs = _as_tuple(plugin.op(**arguments))
+    assert len(fakes) == len(outputs)
+    for fake, output in zip(fakes, outputs, strict=True):
+        assert (fake.shape, fake.dtype) == (output.shape, output.dtype)
+        assert _strides(fake) == _strides(output)
+
+
+@pytest.mark.parametrize(("plugin", "case", "dtype"), CASES)
+def test_two_runs_have_equal_bits(plugin: Plugin, case: Case, dtype: torch.dtype):
+    first, second = _arguments(plugin, case, dtype), _arguments(plugin, case, dtype)
+    for a, b in zip(_as_tuple(plugin.op(**first)), _as_tuple(plugin.op(**second)), strict=True):
+        assert torch.equal(a, b)
+    for (name, a), (_, b) in zip(_tensors(first), _tensors(second), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("plugin", plugins().values(), ids=plugins().keys())
+def test_opcheck(plugin: Plugin):
+    # Cases of one plugin differ in sizes only, so the first stands for all.
+    arguments = _arguments(plugin, plugin.cases()[0], torch.bfloat16)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(plugin.op, (), arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("plugin", plugins().values(), ids=plugins().keys())
+def test_plugin_is_complete(plugin: Plugin):
+    cases = plugin.cases()
+    assert plugin.name in ALL_ORACLES
+    assert len(cases) >= 3
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(set(case.rtol) == set(DTYPES) for case in cases)
+    assert plugin.name == plugin.op.name().split("::")[1]
+    written = [a.name for a in plugin.op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    assert sorted(written) == sorted(plugin.mutates)
