@@ -52,27 +52,28 @@ def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def token_bits(seed: int, position: int, purpose: Purpose, num_tokens: int) -> Tensor:
-    """One random word for each token id.
+def token_bits(seed: int, positions: Tensor, purpose: Purpose, vocab_size: int) -> Tensor:
+    """One random word for each position and token id.
 
     Key = low and high word of the seed; counter = (token id // 4, position, purpose, 0); the token
     takes word (token id % 4) of the result.
 
     Args:
         seed: in [0, 2**64).
-        position: timeline index of the token being drawn, in [0, 2**32).
-        purpose: what the number is for.
-        num_tokens: size of the vocabulary.
+        positions: integers [R] in [0, 2**32), timeline indices of the tokens being drawn.
+        purpose: what the numbers are for.
+        vocab_size: number of token ids, V.
 
     Returns:
-        int64 [num_tokens], words in [0, 2**32).
+        int64 [R, V], words in [0, 2**32).
     """
-    num_blocks = -(-num_tokens // 4)
-    counter = torch.zeros((num_blocks, 4), dtype=torch.int64)
-    counter[:, 0] = torch.arange(num_blocks)
-    counter[:, 1] = position
-    counter[:, 2] = int(purpose)
-    return philox4x32(counter, (seed & _WORD, seed >> 32)).flatten()[:num_tokens]
+    num_blocks = -(-vocab_size // 4)
+    counter = torch.zeros((len(positions), num_blocks, 4), dtype=torch.int64)
+    counter[..., 0] = torch.arange(num_blocks)
+    counter[..., 1] = positions[:, None]
+    counter[..., 2] = int(purpose)
+    words = philox4x32(counter, (seed & _WORD, seed >> 32))
+    return words.flatten(1)[:, :vocab_size]
 
 
 def uniform(bits: Tensor) -> Tensor:

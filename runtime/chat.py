@@ -5,7 +5,6 @@ expect. Text of messages never becomes a role marker: the template is rendered w
 only its own text is searched for special tokens, and the messages are put in afterwards.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,11 +12,9 @@ from typing import Any
 
 import msgspec
 from jinja2 import TemplateError, TemplateSyntaxError
-from jinja2.exceptions import SecurityError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from inkrt.errors import EngineFormatError, RequestError
+from inkrt.runtime.jinja_environment import chat_environment
 from inkrt.runtime.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
@@ -44,15 +41,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str] | None = None) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["namespace"] = _PlainNamespace
-        environment.globals["dict"] = _make_dict
         try:
-            self._template = environment.from_string(source)
+            self._template = chat_environment().from_string(source)
         except TemplateSyntaxError as error:
             raise EngineFormatError(
                 f"the chat template is not valid Jinja2 (line {error.lineno}: {error.message}); "
@@ -222,7 +212,8 @@ def _mark(messages: Sequence[Message]) -> tuple[list[dict[str, str]], list[str]]
     White space around a text stays in place, so that a template can strip it as it would; texts of
     white space alone stay, so that a template can test for them.
     """
-    marked, texts = [], []
+    marked: list[dict[str, str]] = []
+    texts: list[str] = []
     for message in messages:
         fields = {key: str(value) for key, value in message.items()}
         for key in TEXT_KEYS:
@@ -265,43 +256,3 @@ def _encode_pieces(pieces: Sequence[tuple[str, bool]], tokenizer: Tokenizer) -> 
                 ids += [*tokenizer.encode(pending), part]
                 pending = ""
     return ids + tokenizer.encode(pending)
-
-
-class _PlainNamespace(Namespace):
-    """Jinja's namespace without names that Python itself gives a meaning to."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805
-        self, *rest = args
-        Namespace.__init__(self, {})
-        for name, value in dict(*rest, **kwargs).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a namespace cannot have an attribute {name!r}")
-        Namespace.__setitem__(self, name, value)
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML, which prompts must not.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

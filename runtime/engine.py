@@ -18,10 +18,10 @@ from inkrt.runtime.engine_file import (
 from inkrt.runtime.executor import Executor, open_executor
 from inkrt.runtime.session import Session
 from inkrt.runtime.state import StateManager
+from inkrt.runtime.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # loaded on first use: they double the import time
+if TYPE_CHECKING:
     from inkrt.runtime.chat import ChatTemplate
-    from inkrt.runtime.tokenizer import Tokenizer
 
 
 class Engine:
@@ -31,12 +31,13 @@ class Engine:
         folder: the engine folder.
         config: its configuration.
         states: owner of slots and pages.
+        executor: runs its steps; sessions share it.
     """
 
     def __init__(self, folder: Path, config: EngineConfig, executor: Executor) -> None:
         self.folder = folder
         self.config = config
-        self._executor = executor
+        self.executor = executor
         self.states = StateManager(config.state, config.max_seq_len, config.rebuild_command)
 
     @classmethod
@@ -76,17 +77,15 @@ class Engine:
         return problems
 
     @cached_property
-    def tokenizer(self) -> "Tokenizer | None":
+    def tokenizer(self) -> Tokenizer | None:
         """The engine's tokenizer, loaded on first use; None if the folder has none."""
-        from inkrt.runtime.tokenizer import Tokenizer
-
         path = self.folder / "tokenizer.json"
         return Tokenizer(path) if path.is_file() else None
 
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":
         """The engine's chat template, loaded on first use; None if the folder has none."""
-        from inkrt.runtime.chat import ChatTemplate
+        from inkrt.runtime.chat import ChatTemplate  # jinja2 is slow to import
 
         return ChatTemplate.load(self.folder)
 
@@ -97,13 +96,13 @@ class Engine:
             CapacityError: all slots are in use.
             RequestError: the engine is closed.
         """
-        return Session(self._executor, self.states, self.config, self.states.open())
+        return Session(self.executor, self.states, self.config, self.states.open())
 
     def close(self) -> None:
         """Release all memory; sessions can only be closed afterwards. May be called again."""
         if not self.states.is_closed:
             self.states.is_closed = True
-            self._executor.close()
+            self.executor.close()
 
     def __enter__(self) -> Self:
         return self

@@ -5,39 +5,17 @@ Several generations of one engine can take turns; each `advance` runs exactly on
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from inkrt.errors import RequestError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.output import Delta, FinishReason
 from inkrt.runtime.rebuild import rebuild_with
 from inkrt.runtime.sampling_params import MAX_SEED, SamplingParams
 from inkrt.runtime.session import Session, check_tokens
 from inkrt.runtime.stop import StopMatcher
 from inkrt.runtime.tokenizer import IncrementalDecoder, Tokenizer
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one step adds to the output.
-
-    Attributes:
-        text: new text. It lags behind the tokens while a character is unfinished or a stop string
-            may be under way, and leaves out the token that ended generation.
-        token_ids: new tokens, with the token that ended generation; empty while the prompt is read.
-        finish_reason: None until the last delta; "stop": an end token or stop string; "length":
-            `max_tokens` or the end of the context.
-        stop_reason: the stop string or the id among `stop_token_ids` that ended generation; None
-            for the model's own end tokens.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
 
 
 def check_request(

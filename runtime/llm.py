@@ -15,47 +15,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from inkrt.errors import CapacityError, EngineFormatError, RequestError
+from inkrt.errors import EngineFormatError, RequestError
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.generation import Delta, FinishReason, Generation, check_request
+from inkrt.runtime.generation import Generation, check_request
+from inkrt.runtime.output import CompletionOutput, Delta, RequestOutput
 from inkrt.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from inkrt.runtime.chat import Message
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One completion; `Delta` says what the fields hold at the end of a generation.
-
-    Attributes:
-        index: number of the completion; always 0.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What became of one prompt.
-
-    Attributes:
-        request_id: unique in this LLM.
-        prompt_token_ids: the prompt as the model saw it.
-        outputs: one completion.
-        finished: always true; callers of other engines look for it.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[CompletionOutput, ...]
-    finished: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +38,7 @@ class _Request:
     deltas: list[Delta] = field(default_factory=list)
 
     def output(self) -> RequestOutput:
-        completion = CompletionOutput(
-            index=0,
-            text="".join(delta.text for delta in self.deltas),
-            token_ids=tuple(token for delta in self.deltas for token in delta.token_ids),
-            finish_reason=self.deltas[-1].finish_reason,
-            stop_reason=self.deltas[-1].stop_reason,
-        )
+        completion = CompletionOutput.join(self.deltas)
         return RequestOutput(self.request_id, tuple(self.prompt), (completion,))
 
 
@@ -103,8 +66,6 @@ class LLM:
         # Reentrant: the garbage collector may close a forgotten stream while its thread holds it.
         self._lock = threading.RLock()
         self._numbers = count()
-        # Pages that running requests hold or may still take, by request id.
-        self._promised_pages: dict[str, int] = {}
 
     def generate(
         self,
@@ -123,7 +84,7 @@ class LLM:
 
         Raises:
             RequestError: a prompt is invalid (the message names it); nothing has run then.
-            CapacityError: calls of other threads hold all slots or pages.
+            CapacityError: other requests hold all slots.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
@@ -162,7 +123,7 @@ class LLM:
 
         Raises:
             RequestError: the prompt is invalid; raised by this call.
-            CapacityError: other requests hold all slots or pages; raised with the first item.
+            CapacityError: other requests hold all slots; raised with the first item.
         """
         return self._stream(self._request(prompt, params))
 
@@ -177,7 +138,7 @@ class LLM:
 
         Raises:
             RequestError: invalid messages, or the engine has no chat template.
-            CapacityError: other requests hold all slots or pages.
+            CapacityError: other requests hold all slots.
         """
         return self.generate([self._encode_chat(messages)], params)[0]
 
@@ -254,34 +215,16 @@ class LLM:
             self._end(request)
 
     def _try_start(self, request: _Request, *, must: bool) -> bool:
-        """Give a request its state, with pages for all that it may write.
+        """Give a request its state.
 
         Returns:
             Whether there was room; if `must`, raises CapacityError instead of returning false.
         """
         with self._lock:
-            states = self.engine.states
-            limit = self.engine.config.max_seq_len
-            if request.params.max_tokens is not None:
-                limit = min(limit, len(request.prompt) + request.params.max_tokens)
-            num_pages = states.layout.num_pages
-            # The last token of a generation is never written.
-            wanted = min(states.pages_for(limit - 1), num_pages)
-            promised = sum(self._promised_pages.values())
-            try:
-                if promised + wanted > num_pages:
-                    raise CapacityError(
-                        f"the request may need {wanted} pages of context, running requests hold "
-                        f"{promised} of {num_pages}; try again later or lower max_tokens"
-                    )
-                session = self.engine.session()
-            except CapacityError:
-                if must:
-                    raise
+            if not must and self.engine.states.num_free_slots == 0:
                 return False
-            self._promised_pages[request.request_id] = wanted
             request.generation = Generation(
-                session, request.prompt, request.params, self.engine.tokenizer
+                self.engine.session(), request.prompt, request.params, self.engine.tokenizer
             )
             return True
 
@@ -296,7 +239,6 @@ class LLM:
         with self._lock:
             if request.generation is not None:
                 request.generation.close()
-            self._promised_pages.pop(request.request_id, None)
 
 
 def _default_params(folder: Path) -> SamplingParams:

@@ -116,9 +116,9 @@ class StateManager:
         self.require_context(sequence, num_tokens)
         if sequence.high_water - start > self.layout.rollback_tokens:
             raise CapacityError(
-                f"a failed step may have overwritten state that position {start} needs: it wrote up "
-                f"to position {sequence.high_water - 1}, {self.layout.rollback_tokens} positions can "
-                "be undone; roll back to 0 and prefill the session again"
+                f"a failed step may have overwritten state that position {start} needs: it wrote "
+                f"up to position {sequence.high_water - 1}, {self.layout.rollback_tokens} can be "
+                "undone; roll back to 0 and prefill the session again"
             )
         first_page = start // self.layout.page_tokens
         shared = [
@@ -130,8 +130,7 @@ class StateManager:
         if (num_wanted := len(shared) + num_new) > len(self._free_pages):
             raise CapacityError(
                 f"{num_wanted} more pages are needed, {len(self._free_pages)} of "
-                f"{self.layout.num_pages} are free; close or roll back a session, or rebuild with "
-                "a larger --max-batch-size"
+                f"{self.layout.num_pages} are free; close or roll back a session"
             )
         copies = []
         for index in shared:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import tokenizers
 
-from inkrt.errors import EngineFormatError
+from inkrt.errors import EngineFormatError, RequestError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -52,6 +52,9 @@ class Tokenizer:
         Args:
             text: anything.
             parse_special: turn the text of added tokens into their ids; only for trusted text.
+
+        Raises:
+            RequestError: the text is not Unicode (it has an unpaired surrogate).
         """
         ids: list[int] = self._encode(text, parse_special).ids
         return ids
@@ -83,7 +86,12 @@ class Tokenizer:
     def _encode(self, text: str, parse_special: bool) -> tokenizers.Encoding:
         with self._lock:
             self._library.encode_special_tokens = not parse_special
-            return self._library.encode(text, add_special_tokens=False)
+            try:
+                return self._library.encode(text, add_special_tokens=False)
+            except TypeError:  # what the library raises for it
+                raise RequestError(
+                    "a text holds an unpaired surrogate, it must be valid Unicode", param="prompt"
+                ) from None
 
 
 class IncrementalDecoder:

@@ -128,12 +128,12 @@ def format_bytes(count: int) -> str:
     """A size for people: exact below 10 KiB, then three digits, e.g. "1.46 GiB"."""
     if count < 10 * 1024:
         return f"{count:,} B"
-    value, unit = float(count), "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if value < 1000 or unit == "TiB":
+    value, unit = count / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if value < 999.5:
             break
-    return f"{value:.3g} {unit}"
+        value, unit = value / 1024, larger
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
 def format_table(

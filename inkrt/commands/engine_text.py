@@ -1,5 +1,7 @@
 """Engines as text and JSON, from their metadata alone; knows nothing of folders or terminals."""
 
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -8,7 +10,7 @@ from typing import Any
 import msgspec
 
 from inkrt.commands.console import format_bytes, format_table
-from inkrt.runtime.engine_file import EngineConfig, StateSpec
+from inkrt.runtime.engine_file import EngineConfig, MemoryTable, StateLayout
 from inkrt.runtime.plan import (
     DTYPE_BYTES,
     Argument,
@@ -18,7 +20,6 @@ from inkrt.runtime.plan import (
     Plan,
     Ref,
     Refs,
-    TensorSpec,
 )
 
 _SHORT_DTYPE = {"bfloat16": "bf16", "float32": "f32", "int32": "i32", "int64": "i64"}
@@ -28,6 +29,7 @@ def summary(config: EngineConfig, plans: Mapping[str, Plan]) -> list[str]:
     """What the engine is, what it can do and what it needs, in a screen."""
     model, state, memory = config.model, config.state, config.memory
     plugins = ", ".join(f"{name} v{version}" for name, version in sorted(config.plugins.items()))
+    plugin_lines = textwrap.wrap(plugins, 88) or [""]
     rows = [
         (
             "model",
@@ -48,7 +50,8 @@ def summary(config: EngineConfig, plans: Mapping[str, Plan]) -> list[str]:
             f"{format_bytes(memory.paged_state + memory.ring_state)} state, "
             f"{format_bytes(memory.arena)} scratch",
         ),
-        ("plugins", plugins),
+        ("plugins", plugin_lines[0]),
+        *(("", line) for line in plugin_lines[1:]),
         ("checkpoint", config.checkpoint_fingerprint),
         ("format", f"{config.format} {config.format_version}, inkrt {config.inkrt_version}"),
         ("rebuild", config.rebuild_command),
@@ -56,9 +59,8 @@ def summary(config: EngineConfig, plans: Mapping[str, Plan]) -> list[str]:
     return [*format_table(rows), "", *_steps(plans)]
 
 
-def memory(config: EngineConfig, plans: Mapping[str, Plan]) -> list[str]:
+def memory(table: MemoryTable, state: StateLayout, plans: Mapping[str, Plan]) -> list[str]:
     """Bytes of one rank: what is held where, and what grows with the context."""
-    table, state = config.memory, config.state
     rows = [["memory of a rank", "bytes", "", ""]]
     rows.append(["weights", f"{table.weights:,}", format_bytes(table.weights), ""])
     for name, total, kind, remark in (
@@ -72,11 +74,14 @@ def memory(config: EngineConfig, plans: Mapping[str, Plan]) -> list[str]:
         ("ring state", table.ring_state, "ring", f"{_count(state.num_slots, 'slot')}"),
     ):
         rows.append([name, f"{total:,}", format_bytes(total), remark])
-        rows += [
-            [f"  {buffer.name}", f"{_state_bytes(buffer):,}", "", _type(buffer.dtype, buffer.shape)]
+        groups = Counter(
+            (re.sub(r"\b\d+\b", "*", buffer.name), buffer.dtype, buffer.shape)
             for buffer in state.buffers
             if buffer.kind == kind
-        ]
+        )
+        for (pattern, dtype, shape), count in groups.items():
+            size = count * prod(shape) * DTYPE_BYTES[dtype]
+            rows.append([f"  {pattern}", f"{size:,}", "", f"{count} x {_type(dtype, shape)}"])
     rows.append(["scratch", f"{table.arena:,}", format_bytes(table.arena), "of the largest step"])
     rows += [[f"  {plan.name}", f"{plan.arena_bytes:,}", "", ""] for plan in _by_width(plans)]
     rows.append(["total", f"{table.total:,}", format_bytes(table.total), ""])
@@ -90,14 +95,13 @@ def launches(plan: Plan) -> list[str]:
         f"{_count(plan.num_tokens, 'token')}, {_count(plan.num_rows, 'output row')}"
     ]
     lines += [
-        f"  input {name}: {_tensor(plan.tensors[index])}"
-        for name, index in sorted(plan.inputs.items())
+        f"  input {_name(plan, index, typed=True)}" for _, index in sorted(plan.inputs.items())
     ]
     for number, launch in enumerate(plan.launches):
         lines.append(f"{number:5}  {_call(plan, launch)}")
         lines.append(f"       # {launch.module or '-'}, {launch.tactic}, {launch.bytes:,} B")
     lines += [
-        f"  output {name}: {_tensor(plan.tensors[index])}"
+        f"  output {name} = {_name(plan, index, typed=True)}"
         for name, index in sorted(plan.outputs.items())
     ]
     return lines
@@ -185,10 +189,6 @@ def _moved_bytes(plan: Plan) -> int:
     return sum(launch.bytes for launch in plan.launches)
 
 
-def _state_bytes(buffer: StateSpec) -> int:
-    return prod(buffer.shape) * DTYPE_BYTES[buffer.dtype]
-
-
 def _count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
@@ -199,14 +199,6 @@ def _ids(ids: Sequence[int]) -> str:
 
 def _type(dtype: str, shape: Sequence[int]) -> str:
     return f"{_SHORT_DTYPE.get(dtype, dtype)}[{', '.join(map(str, shape))}]"
-
-
-def _tensor(tensor: TensorSpec) -> str:
-    """Type and place: `bf16[1, 60] arena+0x1200`, `bf16[60, 96] weight layers.0.attn.wo`."""
-    place = f"arena+{tensor.offset:#x}"
-    if tensor.space != "arena":
-        place = f"{tensor.space} {tensor.storage}" + (f"+{tensor.offset:#x}" * bool(tensor.offset))
-    return f"{tensor.name} {_type(tensor.dtype, tensor.shape)} {place}"
 
 
 def _call(plan: Plan, launch: Launch) -> str:

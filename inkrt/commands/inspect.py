@@ -39,7 +39,7 @@ def show(
         return
     lines = engine_text.summary(config, plans)
     if memory:
-        lines += ["", *engine_text.memory(config, plans)]
+        lines += ["", *engine_text.memory(config.memory, config.state, plans)]
     if launches:
         for plan in shown:
             lines += ["", *engine_text.launches(plan)]
@@ -49,19 +49,11 @@ def show(
 def verify(engine: Folder) -> None:
     """Check that an engine is whole: format, files, hashes, plans. Exit code 1 if it is not."""
     from inkrt.errors import EngineFormatError
-    from inkrt.runtime import engine_file
+    from inkrt.runtime.engine import Engine
+    from inkrt.runtime.engine_file import read_config
 
-    config = engine_file.read_config(engine)
-    problems = engine_file.check_files(engine, config, verify_hashes=True)
-    expected = {step.name for step in config.steps}
-    for rank in range(config.tp_size):
-        try:
-            found = set(engine_file.read_plans(engine, rank))
-        except EngineFormatError as error:
-            problems.append(str(error))
-            continue
-        problems += [f"rank {rank} has no plan for step {s}" for s in sorted(expected - found)]
-        problems += [f"rank {rank} has a plan too many, {s}" for s in sorted(found - expected)]
+    config = read_config(engine)
+    problems = Engine.check(engine, verify=True)
     for problem in problems:
         console.say(problem)
     if problems:

@@ -91,7 +91,7 @@ def cases() -> list[Case]:
 
         # bfloat16 rounds four times on the way (gate and up, activation, down, sum): 8e-3 is twice
         # the relative error of one worst-case rounding.
-        return Case(name, arguments, {torch.float32: 2e-6, torch.bfloat16: 8e-3})
+        return Case(name, arguments, {torch.float32: 1e-6, torch.bfloat16: 8e-3})
 
     return [
         make("T1_K1", 1, 5, 3, 4, 1),
@@ -130,7 +130,7 @@ def _sum_experts(
     partial: bool,
 ) -> Tensor:
     total = torch.zeros(x.shape, dtype=torch.float32)
-    for expert in expert_ids.unique().tolist():
+    for expert in sorted(set(expert_ids.flatten().tolist())):
         # Tokens in ascending order: the matrix product sees its rows as the reference model's does.
         token, place = (expert_ids == expert).nonzero(as_tuple=True)
         y = _expert(x[token], gate_up[expert], down[expert], gate_softcap, up_softcap, partial)

@@ -67,7 +67,8 @@ def l2_clip(x: Tensor, scale: Tensor | None, threshold: float) -> Tensor:
         wide = rows.float()
         if scale is not None:
             wide = wide * scale.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide * (threshold / (norm + NORM_EPS)).clamp(max=1.0)).to(rows.dtype)
+        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        shrink = (threshold / (norm + NORM_EPS)).clamp(max=1.0)
+        return (wide * shrink).to(rows.dtype)
 
     return row_by_row(clip, x)

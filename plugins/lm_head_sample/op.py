@@ -36,7 +36,8 @@ def _payload(
     last_row: bool,  # noqa: ARG001
     tp_size: int,  # noqa: ARG001
 ) -> Tensor:
-    return linear(x, weight, False)
+    shard: Tensor = linear(x, weight, False)
+    return shard
 
 
 def _combine(

@@ -66,7 +66,7 @@ def cases() -> list[Case]:
             }
 
         # As for `experts`, whose roundings these are.
-        return Case(name, arguments, {torch.float32: 2e-6, torch.bfloat16: 8e-3})
+        return Case(name, arguments, {torch.float32: 1e-6, torch.bfloat16: 8e-3})
 
     return [
         make("T1_K1_E23", 1, 19, 5, 23, 1),
@@ -107,4 +107,7 @@ def moe(
         [T, D] of x's dtype, or float32 if partial.
     """
     routing_weights, expert_ids = router(x, router_weight, router_bias, top_k, route_scale)
-    return experts(x, routing_weights, expert_ids, gate_up, down, gate_softcap, up_softcap, partial)
+    out: Tensor = experts(
+        x, routing_weights, expert_ids, gate_up, down, gate_softcap, up_softcap, partial
+    )
+    return out

@@ -156,14 +156,17 @@ def sample(
         last_row.
     """
     num_rows, vocab_size = logits.shape
+    if float(temperature) == 0:
+        # torch promises the first of equal values.
+        return logits.argmax(dim=-1).int()
     first = int(position) + (int(num_tokens) if last_row else 1)
-    tokens = []
+    positions = first + torch.arange(num_rows)
+    bits = token_bits(int(seed), positions, Purpose.SAMPLE, vocab_size)
+    tokens = torch.empty(num_rows, dtype=torch.int32)
+    # Row by row also in wide steps: vectorized logarithms may depend on where a value stands.
     for row in range(num_rows):
-        scores = logits[row].clone()
-        if float(temperature) > 0:
-            scores = filtered_logits(
-                scores, float(temperature), int(top_k), float(top_p), float(min_p)
-            )
-            scores += gumbel(token_bits(int(seed), first + row, Purpose.SAMPLE, vocab_size))
-        tokens.append(int(scores.argmax()))  # torch promises the first of equal values
-    return torch.tensor(tokens, dtype=torch.int32)
+        scores = filtered_logits(
+            logits[row].clone(), float(temperature), int(top_k), float(top_p), float(min_p)
+        )
+        tokens[row] = (scores + gumbel(bits[row].clone())).argmax()
+    return tokens

@@ -4,8 +4,14 @@
 
 Weight index W-1 is the current token. Float32 inside with fused multiply-adds in the order of j,
 one rounding to the dtype of x. Inputs at negative positions are zero. The state ring keeps past
-inputs. Source: Inkling-2 K and V of sliding layers, attention and MLP outputs;
-`Inkling2ShortConvolution` of transformers.
+inputs.
+
+Values are bit-equal to transformers', their layout is not: a prefill there leaves the token the
+fastest dimension, which makes the norm per head of K and V that follows add in another order. So
+those norms differ in their last float32 bit (relative error of the attention 1e-7; in bfloat16 it
+rarely crosses a rounding boundary). One-row steps have no such difference.
+Source: Inkling-2 K and V of sliding layers, attention and MLP outputs; `Inkling2ShortConvolution`
+of transformers.
 """
 
 import math

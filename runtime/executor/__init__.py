@@ -99,8 +99,9 @@ def open_executor(folder: Path, config: EngineConfig) -> Executor:
     """
     if config.target != "cpu":
         raise EngineMismatchError(
-            f"engine {folder} was built for {config.target}, this version of inkrt runs cpu engines "
-            f"only; rebuild it with: {rebuild_with(config.rebuild_command, '--target', 'cpu')}"
+            f"engine {folder} was built for {config.target}, this version of inkrt runs cpu "
+            "engines only; rebuild it with: "
+            + rebuild_with(config.rebuild_command, "--target", "cpu")
         )
     try:
         from inkrt.runtime.executor.cpu import CpuExecutor

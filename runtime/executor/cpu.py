@@ -24,12 +24,15 @@ from inkrt.runtime.engine_file import EngineConfig, read_plans, weight_files
 from inkrt.runtime.executor import StepInput, StepOutput
 from inkrt.runtime.plan import Argument, Const, DType, Launch, Plan, Ref, TensorSpec
 
-# Called after each launch with its index, itself and its outputs on rank 0.
-Observer = Callable[[int, Launch, list[Tensor]], None]
+# Called after each launch with the step's input, the launch and its outputs on rank 0.
+Observer = Callable[[StepInput, Launch, list[Tensor]], None]
 
 
 class CpuExecutor:
     """An engine on the CPU; see `runtime.executor.Executor`.
+
+    Attributes:
+        observer: sees every launch's outputs, for parity reports; None for nobody.
 
     Raises:
         EngineMismatchError: from the constructor, if the engine calls operators of other versions.
@@ -42,6 +45,7 @@ class CpuExecutor:
         # Every rank has its own copy of the plans in the format; on the CPU one serves all.
         self._plans = read_plans(folder, 0)
         arena_bytes = max(plan.arena_bytes for plan in self._plans.values())
+        self.observer: Observer | None = None
         self._config = config
         self._ranks = [
             _Rank(_load_weights(folder, config, rank, self._plans), config, arena_bytes)
@@ -52,8 +56,8 @@ class CpuExecutor:
             for name, plan in self._plans.items()
         }
 
-    def run(self, step: str, step_input: StepInput, observer: Observer | None = None) -> StepOutput:
-        """Run one step on all ranks; `observer` sees every launch's outputs on rank 0."""
+    def run(self, step: str, step_input: StepInput) -> StepOutput:
+        """Run one step on all ranks."""
         bound = self._bound[step]
         plan = bound.plan
         count = len(step_input.tokens)
@@ -64,10 +68,11 @@ class CpuExecutor:
                 tensor = tensors[plan.inputs[name]]
                 tensor.zero_()
                 tensor[: len(value)] = torch.tensor(value, dtype=tensor.dtype)
-        for index, launch in enumerate(plan.launches):
+        for launch in plan.launches:
             bound.run_launch(launch)
-            if observer is not None:
-                observer(index, launch, [bound.tensors[0][i] for i in launch.outputs])
+            if self.observer is not None:
+                outputs_of_launch = [bound.tensors[0][index] for index in launch.outputs]
+                self.observer(step_input, launch, outputs_of_launch)
         rows = count if plan.num_rows == plan.num_tokens else plan.num_rows
         outputs = {name: bound.tensors[0][index][:rows] for name, index in plan.outputs.items()}
         tokens: np.ndarray[Any, np.dtype[np.int32]] = outputs["tokens"].numpy().copy()

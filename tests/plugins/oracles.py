@@ -129,9 +129,7 @@ def dynamic_short_conv(
     return (out,), {"state": _with_step_rows(state, entry, x, first, count)}
 
 
-def _cache_index(
-    cache: Tensor, p: int, page_table: Tensor | None, slot: Tensor
-) -> tuple[int, int]:
+def _cache_index(cache: Tensor, p: int, page_table: Tensor | None, slot: Tensor) -> tuple[int, int]:
     entry = slot.item() if page_table is None else page_table[p // cache.shape[1]].item()
     return int(entry), p % cache.shape[1]
 

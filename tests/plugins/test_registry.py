@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import ORACLES, Oracle, to_float64
+from oracles import ORACLES, to_float64
+from oracles_fused import ORACLES_FUSED
 from torch import Tensor
 
+from inkrt.errors import BuildError
 from inkrt.plugins.registry import Arguments, Case, Plugin, plugins
-
-try:
-    from oracles_fused import ORACLES_FUSED
-except ModuleNotFoundError:
-    ORACLES_FUSED: dict[str, Oracle] = {}
 
 ALL_ORACLES = ORACLES | ORACLES_FUSED
 DTYPES = (torch.float32, torch.bfloat16)
@@ -120,7 +117,40 @@ def test_two_runs_have_equal_bits(plugin: Plugin, case: Case, dtype: torch.dtype
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("plugin", plugins().values(), ids=plugins().keys())
+PER_PLUGIN = pytest.mark.parametrize("plugin", plugins().values(), ids=plugins().keys())
+
+
+@PER_PLUGIN
+def test_fake_refuses_wrong_shapes_and_dtypes(plugin: Plugin):
+    arguments = _arguments(plugin, plugin.cases()[0], torch.bfloat16)
+    on_meta = {name: _to_meta(value) for name, value in arguments.items()}
+    for name, value in on_meta.items():
+        if not isinstance(value, Tensor):
+            continue
+        # A norm and a reduction of ranks are right for any number of leading dimensions.
+        takes_any_rank = (plugin.name, name) in {("rms_norm", "x"), ("all_reduce", "partial")}
+        wrong = [] if takes_any_rank else [value.unsqueeze(0)]
+        wrong.append(value.to(torch.float64))
+        for bad in wrong:
+            with pytest.raises(BuildError, match=f"ink::{plugin.name}: .*expected"):
+                plugin.op(**on_meta | {name: bad})
+
+
+@PER_PLUGIN
+def test_halves_of_a_collective_make_the_reference(plugin: Plugin):
+    if plugin.collective is None:
+        return
+    for case in plugin.cases():
+        whole, halves = (_arguments(plugin, case, torch.bfloat16) for _ in range(2))
+        payload = plugin.collective.payload(**halves)
+        combined = _as_tuple(plugin.collective.combine([payload], **halves))
+        for a, b in zip(_as_tuple(plugin.op(**whole)), combined, strict=True):
+            assert torch.equal(a, b), case.name
+        for (name, a), (_, b) in zip(_tensors(whole), _tensors(halves), strict=True):
+            assert torch.equal(a, b), f"{case.name}: {name}"
+
+
+@PER_PLUGIN
 def test_opcheck(plugin: Plugin):
     # Cases of one plugin differ in sizes only, so the first stands for all.
     arguments = _arguments(plugin, plugin.cases()[0], torch.bfloat16)
@@ -128,7 +158,7 @@ def test_opcheck(plugin: Plugin):
     torch.library.opcheck(plugin.op, (), arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("plugin", plugins().values(), ids=plugins().keys())
+@PER_PLUGIN
 def test_plugin_is_complete(plugin: Plugin):
     cases = plugin.cases()
     assert plugin.name in ALL_ORACLES
@@ -136,5 +166,7 @@ def test_plugin_is_complete(plugin: Plugin):
     assert len({case.name for case in cases}) == len(cases)
     assert all(set(case.rtol) == set(DTYPES) for case in cases)
     assert plugin.name == plugin.op.name().split("::")[1]
-    written = [a.name for a in plugin.op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    written = [
+        a.name for a in plugin.op._schema.arguments if a.alias_info and a.alias_info.is_write
+    ]
     assert sorted(written) == sorted(plugin.mutates)

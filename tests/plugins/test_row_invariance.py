@@ -218,7 +218,9 @@ def test_attention_ignores_padding(num_rows: int, dtype: torch.dtype):
     changed = copy.deepcopy(padded)
     for name in ATTENTION_ROWS:
         changed[name][num_rows - 2 :] = 100.0
+    exact = padded | {name: padded[name][: num_rows - 2].clone() for name in ATTENTION_ROWS}
     out = attention.op(**padded)
     assert torch.equal(out, attention.op(**changed))
+    assert torch.equal(out[: num_rows - 2], attention.op(**exact))
     assert torch.count_nonzero(out[num_rows - 2 :]) == 0
     assert torch.count_nonzero(out[: num_rows - 2]) == out[: num_rows - 2].numel()

@@ -1,0 +1,69 @@
+"""ink-build: make an engine from a checkpoint. Its options are the fields of BuildOptions."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inkrt.builder.options import BuildOptions
+from inkrt.commands import console
+
+
+def build(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Folder as its publisher ships it.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="ENGINE", help="Engine folder to make.")
+    ] = None,
+    *,
+    options: BuildOptions,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing; print what the engine would need.")
+    ] = False,
+    dump_graph: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the graph of every step as text after every pass."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+) -> None:
+    """Make an engine from a checkpoint.
+
+    The engine folder appears complete or not at all. No GPU is needed.
+    """
+    if out is None and not dry_run:
+        raise typer.BadParameter("name the engine folder with -o, or ask for --dry-run")
+
+    from inkrt.builder.build import build_engine, prepare
+    from inkrt.builder.checkpoint import Checkpoint
+    from inkrt.commands import engine_text
+
+    started = time.monotonic()
+
+    def progress(line: str) -> None:
+        if not quiet:
+            console.say(f"[{time.monotonic() - started:6.1f} s] {line}", is_result=False)
+
+    if out is None or dry_run:
+        prepared = prepare(Checkpoint(checkpoint), options, progress, dump_graph)
+        table = engine_text.memory(prepared.memory, prepared.state, prepared.plans)
+        console.say("\n".join(table))
+    else:
+        build_engine(checkpoint, out, options, progress, dump_graph)
+
+
+def make_app() -> typer.Typer:
+    """The application."""
+    app = console.make_app("ink-build", "Make an engine from a checkpoint.", variables=True)
+    console.add_command(app, build, options=BuildOptions)
+    return app
+
+
+def main() -> None:
+    """Entry point."""
+    console.run(make_app())
+
+
+if __name__ == "__main__":
+    main()

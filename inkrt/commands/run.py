@@ -1,0 +1,199 @@
+"""ink-run: generate text with an engine, once or in a dialog.
+
+Output goes to stdout as it comes; everything else goes to stderr.
+"""
+
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inkrt.commands import console
+
+if TYPE_CHECKING:
+    from inkrt.runtime.chat import Message
+    from inkrt.runtime.llm import LLM
+    from inkrt.runtime.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Times of one generation, as a user sees them.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        output_tokens: tokens generated, the end token included.
+        first_token_s: from asking to the first token, reading of the prompt included.
+        total_s: from asking to the last token.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    first_token_s: float
+    total_s: float
+
+    def __str__(self) -> str:
+        line = (
+            f"{self.prompt_tokens} prompt tokens, {self.output_tokens} output tokens, "
+            f"first token after {self.first_token_s * 1e3:.1f} ms"
+        )
+        decode_s = self.total_s - self.first_token_s
+        if self.output_tokens > 1 and decode_s > 0:
+            line += f", then {(self.output_tokens - 1) / decode_s:.1f} tokens/s"
+        return line
+
+
+def run(
+    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine folder.")],
+    *,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The prompt; without it, stdin is read.")
+    ] = None,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="A dialog; Ctrl-D ends it.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat/--raw", help="Use the chat template, or the bare text.")
+    ] = True,
+    stats: Annotated[bool, typer.Option("--stats", help="Print counts and times.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate.  [default: as many as fit]")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy.  [default: the model's]")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Share of probability to draw from; 1 is all.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from the k likeliest tokens; 0 is all.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Leave out tokens below this share of the likeliest.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a generation.")] = None,
+) -> None:
+    """Generate text with an engine.
+
+    Sampling options that are not given follow the model's generation_config.json.
+    """
+    if prompt is None and not interactive:
+        if sys.stdin.isatty():
+            raise typer.BadParameter("give a prompt with -p, or ask for a dialog with -i")
+        prompt = sys.stdin.read()
+
+    from inkrt.runtime.llm import LLM
+
+    choices = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    given: dict[str, Any] = {name: value for name, value in choices.items() if value is not None}
+    with LLM(engine) as llm:
+        dialog = Dialog(llm, replace(llm.default_params, **given), is_chat=chat, show_stats=stats)
+        if prompt is not None:
+            dialog.say(prompt)
+        while interactive and (line := _read_line()) is not None:
+            try:
+                dialog.say(line)
+            except KeyboardInterrupt:  # stops this answer, not the dialog
+                sys.stdout.write("\n")
+
+
+class Dialog:
+    """Prompts and answers in turn, printed as they come.
+
+    Args:
+        llm: what answers.
+        params: for every answer.
+        is_chat: whether earlier turns are part of the prompt, through the chat template; otherwise
+            every prompt stands alone and is continued.
+        show_stats: print a line about each answer to stderr.
+    """
+
+    def __init__(
+        self, llm: "LLM", params: "SamplingParams", *, is_chat: bool, show_stats: bool
+    ) -> None:
+        self._llm = llm
+        self._params = params
+        self._is_chat = is_chat
+        self._show_stats = show_stats
+        self._messages: list[Message] = []
+
+    def say(self, prompt: str) -> None:
+        """Print the answer to `prompt`.
+
+        Raises:
+            InkError: the request is invalid or does not fit.
+        """
+        messages: list[Message] = [*self._messages, {"role": "user", "content": prompt}]
+        started = time.perf_counter()
+        if self._is_chat:
+            stream = self._llm.chat_stream(messages, self._params)
+        else:
+            stream = self._llm.stream(prompt, self._params)
+        num_tokens, first, text = 0, started, ""
+        try:
+            for delta in stream:
+                if num_tokens == 0:
+                    first = time.perf_counter()
+                num_tokens += len(delta.token_ids)
+                text += delta.text
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+        finally:
+            stream.close()
+        ended = time.perf_counter()
+        if not text.endswith("\n"):
+            sys.stdout.write("\n")
+        self._messages = [*messages, {"role": "assistant", "content": text}]
+        if self._show_stats:
+            sys.stdout.flush()
+            prompt_tokens = self._count(prompt, messages)
+            stats = Stats(prompt_tokens, num_tokens, first - started, ended - started)
+            console.say(str(stats), is_result=False)
+
+    def _count(self, prompt: str, messages: "list[Message]") -> int:
+        engine = self._llm.engine
+        # Both are there: the same prompt has just been answered.
+        assert engine.tokenizer is not None
+        if not self._is_chat:
+            return len(engine.tokenizer.encode(prompt))
+        assert engine.chat_template is not None
+        return len(engine.chat_template.encode_chat(messages, engine.tokenizer))
+
+
+def _read_line() -> str | None:
+    """The next line that is not empty; None at the end of input."""
+    while True:
+        if sys.stdin.isatty():
+            sys.stderr.write("> ")
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return None
+        if line.strip():
+            return line.rstrip("\n")
+
+
+def make_app() -> typer.Typer:
+    """The application."""
+    app = console.make_app("ink-run", "Generate text with an engine.", variables=True)
+    console.add_command(app, run)
+    return app
+
+
+def main() -> None:
+    """Entry point."""
+    console.run(make_app())
+
+
+if __name__ == "__main__":
+    main()

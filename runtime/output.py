@@ -1,0 +1,70 @@
+"""What generation gives back: deltas while it runs, outputs at the end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step adds to the output.
+
+    Attributes:
+        text: new text. It lags behind the tokens while a character is unfinished or a stop string
+            may be under way, and leaves out the token that ended generation.
+        token_ids: new tokens, with the token that ended generation; empty while the prompt is read.
+        finish_reason: None until the last delta; "stop": an end token or stop string; "length":
+            `max_tokens` or the end of the context.
+        stop_reason: the stop string or the id among `stop_token_ids` that ended generation; None
+            for the model's own end tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion: the deltas of a generation joined.
+
+    Attributes:
+        index: number of the completion; always 0.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+    @classmethod
+    def join(cls, deltas: Sequence[Delta]) -> "CompletionOutput":
+        """The completion that the deltas of one generation make up."""
+        return cls(
+            index=0,
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            finish_reason=deltas[-1].finish_reason,
+            stop_reason=deltas[-1].stop_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of one prompt.
+
+    Attributes:
+        request_id: unique in its LLM.
+        prompt_token_ids: the prompt as the model saw it.
+        outputs: one completion.
+        finished: always true; callers of other engines look for it.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool = True

@@ -1,0 +1,95 @@
+"""ink-build makes an engine that the other commands can use; its options are BuildOptions."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from inkrt.builder.options import BuildOptions
+from inkrt.commands import build, inspect, run
+from inkrt.engines.tiny.checkpoint import write_checkpoint
+from inkrt.runtime.engine_file import read_config
+from inkrt.runtime.llm import LLM
+from inkrt.runtime.sampling_params import SamplingParams
+
+# Two steps only, so that the build is quick.
+FLAGS = [
+    "--max-verify-tokens",
+    "1",
+    "--prefill_chunk",
+    "16",
+    "--max-seq-len",
+    "128",
+    "--dtype",
+    "float32",
+]
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(build.make_app(), [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("build") / "checkpoint"
+    write_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Path:
+    path = checkpoint.parent / "engine"
+    result = invoke(checkpoint, "-o", path, *FLAGS)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    assert "step decode: " in result.stderr
+    return path
+
+
+def test_options_reach_the_engine(engine: Path) -> None:
+    config = read_config(engine)
+    expected = BuildOptions(max_verify_tokens=1, prefill_chunk=16, max_seq_len=128, dtype="float32")
+    assert config.build == dataclasses.asdict(expected)
+    assert [step.name for step in config.steps] == ["decode", "prefill16"]
+
+
+def test_other_commands_use_the_engine(engine: Path) -> None:
+    verified = CliRunner().invoke(inspect.make_app(), ["verify", str(engine)])
+    assert verified.exit_code == 0, verified.output
+    arguments = ["--raw", "-p", "The keeper", "--max-tokens", "4", "--temperature", "0"]
+    result = CliRunner().invoke(run.make_app(), [str(engine), *arguments])
+    with LLM(engine) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4)
+        (output,) = llm.generate(["The keeper"], params)
+    assert len(output.outputs[0].token_ids) == 4
+    assert result.stdout.rstrip("\n") == output.outputs[0].text.rstrip("\n")
+
+
+def test_dry_run_tells_the_memory_and_writes_nothing(checkpoint: Path, engine: Path) -> None:
+    before = sorted(checkpoint.parent.rglob("*"))
+    result = invoke(checkpoint, "--dry-run", "--quiet", *FLAGS)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    total = result.stdout.splitlines()[-1].split()
+    assert total[:2] == ["total", f"{read_config(engine).memory.total:,}"]
+    assert sorted(checkpoint.parent.rglob("*")) == before
+
+
+def test_every_build_option_is_a_flag() -> None:
+    text = invoke("--help").stdout
+    for field in dataclasses.fields(BuildOptions):
+        assert f"--{field.name.replace('_', '-')} " in text
+        assert field.metadata["help"].split()[0] in text
+
+
+def test_errors(checkpoint: Path, tmp_path: Path) -> None:
+    refused = invoke(checkpoint, "-o", tmp_path / "x", "--tp-size", "3")
+    assert refused.exit_code == 1
+    assert refused.stderr == "error: tp size 3 is not supported; choose one of 1, 2, 4, 8\n"
+    assert invoke(checkpoint, "-o", tmp_path / "x", "--dtype", "fp8").exit_code == 2
+    assert invoke(checkpoint).exit_code == 2
+    missing = invoke(tmp_path / "missing", "-o", tmp_path / "x")
+    assert missing.exit_code == 1
+    assert missing.stderr.startswith("error: ")
+    assert list(tmp_path.iterdir()) == []

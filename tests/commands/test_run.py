@@ -1,0 +1,210 @@
+"""ink-run: what reaches the engine, what is printed where, how it ends."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from inkrt.commands import run
+from inkrt.errors import CapacityError
+from inkrt.runtime import llm as llm_module
+from inkrt.runtime.generation import Delta
+from inkrt.runtime.sampling_params import SamplingParams
+
+
+class FakeLLM:
+    """Answers with the prompt's words, a token each; keeps what it was asked."""
+
+    opened: ClassVar[list["FakeLLM"]] = []
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.default_params = SamplingParams(temperature=0.7, top_k=5)
+        self.asked: list[Any] = []
+        self.is_closed = False
+        self.streams_closed = 0
+        self.error: Exception | None = None
+        self.engine = SimpleNamespace(
+            tokenizer=SimpleNamespace(encode=lambda text: text.split()),
+            chat_template=SimpleNamespace(
+                encode_chat=lambda messages, _: ["<|m|>"] * len(messages)
+            ),
+        )
+        self.opened.append(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_closed = True
+
+    def chat_stream(self, messages: Sequence[Any], params: SamplingParams) -> Generator[Delta]:
+        self.asked.append((list(messages), params))
+        return self._words(messages[-1]["content"])
+
+    def stream(self, prompt: str, params: SamplingParams) -> Generator[Delta]:
+        self.asked.append((prompt, params))
+        return self._words(prompt)
+
+    def _words(self, text: str) -> Generator[Delta]:
+        try:
+            for index, word in enumerate(text.split()):
+                if word == "explode":
+                    raise CapacityError("pages are exhausted")
+                if word == "interrupt":
+                    raise KeyboardInterrupt
+                yield Delta(f" {word}", (index,))
+            yield Delta("", (99,), "stop")
+        finally:
+            self.streams_closed += 1
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeLLM.opened.clear()
+    monkeypatch.setattr(llm_module, "LLM", FakeLLM)
+
+
+def invoke(*arguments: str, stdin: str = "", **environment: str) -> Result:
+    return CliRunner().invoke(run.make_app(), arguments, input=stdin, env=environment)
+
+
+def the_llm() -> FakeLLM:
+    (llm,) = FakeLLM.opened
+    assert llm.is_closed
+    assert llm.streams_closed == len(llm.asked)
+    return llm
+
+
+def test_chat_prompt_with_the_models_parameters() -> None:
+    result = invoke("engine", "-p", "one two")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, " one two\n", "")
+    llm = the_llm()
+    assert llm.folder == Path("engine")
+    assert llm.asked == [([{"role": "user", "content": "one two"}], llm.default_params)]
+
+
+def test_options_replace_the_models_parameters() -> None:
+    options = "--max_tokens 7 --temperature 0 --top-p 0.5 --top-k 0 --min-p 0.1 --seed 3 --raw"
+    assert invoke("engine", "-p", "x", *options.split()).exit_code == 0
+    expected = SamplingParams(temperature=0.0, top_k=0, top_p=0.5, min_p=0.1, seed=3, max_tokens=7)
+    assert the_llm().asked == [("x", expected)]
+
+
+def test_options_from_the_environment() -> None:
+    assert invoke("engine", "-p", "x", INK_RUN_MAX_TOKENS="4").exit_code == 0
+    llm = the_llm()
+    assert llm.asked[0][1] == replace(llm.default_params, max_tokens=4)
+
+
+def test_prompt_from_stdin() -> None:
+    assert invoke("engine", "--raw", stdin="a b\nc\n").stdout == " a b c\n"
+    assert the_llm().asked[0][0] == "a b\nc\n"
+
+
+def test_dialog_keeps_the_turns() -> None:
+    result = invoke("engine", "-i", stdin="one\n\ninterrupt me\ntwo three\n")
+    assert result.exit_code == 0
+    assert result.stdout == " one\n\n two three\n"
+    # The interrupted turn is not part of the conversation.
+    assert the_llm().asked[-1][0] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": " one"},
+        {"role": "user", "content": "two three"},
+    ]
+
+
+def test_stats_go_to_stderr() -> None:
+    result = invoke("engine", "-p", "one two", "--stats")
+    assert result.stdout == " one two\n"
+    assert result.stderr.startswith("1 prompt tokens, 3 output tokens, first token after ")
+    result = invoke("engine", "-p", "one two", "--stats", "--raw")
+    assert result.stderr.startswith("2 prompt tokens, 3 output tokens, first token after ")
+
+
+def test_stats_line() -> None:
+    assert str(run.Stats(12, 41, 0.25, 2.25)) == (
+        "12 prompt tokens, 41 output tokens, first token after 250.0 ms, then 20.0 tokens/s"
+    )
+    assert str(run.Stats(12, 1, 0.25, 0.25)).endswith("first token after 250.0 ms")
+
+
+def test_errors() -> None:
+    result = invoke("engine", "-p", "fine explode")
+    assert (result.exit_code, result.stderr) == (1, "error: pages are exhausted\n")
+    assert result.stdout == " fine"
+    the_llm()
+    FakeLLM.opened.clear()
+
+    result = invoke("engine", "-p", "x", "--top-p", "2")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: top_p is 2.0, it must be a number above 0 and at most 1 (1 is off)\n"
+    )
+    assert invoke("engine", "-p", "x", "--top-p", "much").exit_code == 2
+    assert invoke("engine", "-p", "x", "--nonsense").exit_code == 2
+    assert isinstance(invoke("e", "-p", "explode", "--debug").exception, CapacityError)
+
+
+def test_terminal_without_prompt_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "argv", ["ink-run", "engine"])
+    monkeypatch.setattr(sys, "stdin", terminal)
+    with pytest.raises(SystemExit) as end:
+        run.main()
+    assert end.value.code == 2
+    assert FakeLLM.opened == []
+
+
+def test_interrupt_gives_exit_code_130() -> None:
+    assert invoke("engine", "-p", "a interrupt").exit_code == 130
+    the_llm()
+
+
+def test_signal_gives_exit_code_130(tmp_path: Path) -> None:
+    """The real entry point, waiting for stdin when Ctrl-C comes."""
+    started = tmp_path / "started"
+    code = (
+        "import pathlib, sys\n"
+        "class Waiting:\n"
+        "    def isatty(self): return False\n"
+        "    def read(self):\n"
+        f"        pathlib.Path({str(started)!r}).touch()\n"
+        "        import time; time.sleep(60)\n"
+        "sys.argv = ['ink-run', 'engine']; sys.stdin = Waiting()\n"
+        "from inkrt.commands.run import main; main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 30
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert b"Traceback" not in stderr
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['ink-run', '--help']\n"
+        "from inkrt.commands.run import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'numpy', 'rich.console', 'safetensors', 'tokenizers', 'jinja2'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

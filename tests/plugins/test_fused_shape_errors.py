@@ -1,0 +1,90 @@
+"""Arguments that do not fit are refused at build time: operator, what was got, what is expected."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from inkrt.errors import BuildError
+from inkrt.plugins.registry import Arguments, plugins
+
+BAD: list[tuple[str, Arguments, str]] = [
+    (
+        "router",
+        {"top_k": 6},
+        "ink::router: top_k is 6, expected 1 to E=5",
+    ),
+    (
+        "router",
+        {"bias": torch.empty(4)},
+        "ink::router: bias has shape [4], expected [E=5]",
+    ),
+    (
+        "experts",
+        {"expert_ids": torch.empty(1, 1, dtype=torch.int64)},
+        "ink::experts: expert_ids has dtype int64, expected int32",
+    ),
+    (
+        "experts",
+        {"gate_up": torch.empty(4, 7, 5, dtype=torch.bfloat16)},
+        "ink::experts: gate_up has 7 rows per expert, expected 2F=6",
+    ),
+    (
+        "moe",
+        {"down": torch.empty(23, 19, 5)},
+        "ink::moe: down has dtype float32, expected bfloat16",
+    ),
+    (
+        "all_reduce",
+        {"x": torch.empty(2, 3, dtype=torch.bfloat16)},
+        "ink::all_reduce: x has dtype bfloat16, expected float32",
+    ),
+    ("all_gather", {"tp_size": 0}, "ink::all_gather: tp_size is 0, expected >= 1"),
+    ("softcap", {"cap": 0.0}, "ink::softcap: cap is 0.0, expected > 0"),
+    (
+        "sample",
+        {"seed": torch.empty(1, dtype=torch.int32)},
+        "ink::sample: seed has dtype int32, expected int64",
+    ),
+    ("sample", {"last_row": True}, "ink::sample: logits has 5 rows, expected 1 with last_row"),
+    (
+        "lm_head_sample",
+        {"vocab_size": 65},
+        "ink::lm_head_sample: vocab_size is 65, expected 1 to 64",
+    ),
+    (
+        "qkv_post",
+        {"q": torch.empty(1, 61, dtype=torch.bfloat16)},
+        "ink::qkv_post: q has 61 columns, expected H*d=60",
+    ),
+    (
+        "qkv_post",
+        {"k_conv_state": torch.empty(3, 2, 30, dtype=torch.bfloat16)},
+        "ink::qkv_post: k_conv_state keeps 2 positions, expected at least W-1=3",
+    ),
+    (
+        "allreduce_conv_mix",
+        {"norm_weights": []},
+        "ink::allreduce_conv_mix: norm_weights has 0 tensors, expected one per query, m=1",
+    ),
+    (
+        "allreduce_conv_mix",
+        {"tp_size": 2},
+        "ink::allreduce_conv_mix: partial has dtype bfloat16, expected float32",
+    ),
+]
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_meta(item) for item in value]
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), BAD)
+def test_build_error(name: str, changes: Arguments, message: str):
+    case = plugins()[name].cases()[0]
+    arguments = case.arguments(torch.bfloat16, torch.Generator().manual_seed(0)) | changes
+    with pytest.raises(BuildError) as error:
+        plugins()[name].op(**{key: _to_meta(value) for key, value in arguments.items()})
+    assert str(error.value).startswith(message + ";")

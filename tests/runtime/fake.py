@@ -1,0 +1,223 @@
+"""An engine folder and an executor without a model.
+
+The executor keeps its state as a real one does: pages and rings, indexed by position. What it
+stores are the token ids, and its logits are a hash of the tokens it reads back, so a wrong page,
+slot, rollback or fork gives other tokens than `expected_logits` of the plain token list. Reading a
+position that is not there is an AssertionError.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from inkrt.runtime.engine_file import (
+    CONFIG_NAME,
+    FORMAT,
+    FORMAT_VERSION,
+    EngineConfig,
+    FileEntry,
+    MemoryTable,
+    ModelInfo,
+    StateLayout,
+    StepSpec,
+    encode_config,
+    encode_plans,
+    plan_file,
+    sha256_of,
+)
+from inkrt.runtime.executor import Sampling, StepInput, StepOutput
+from inkrt.runtime.plan import Plan
+
+VOCAB, NUM_EMBEDDINGS = 400, 410
+WINDOW = 8  # positions that rings are read back for, the current one included
+PAGED_WINDOW = 40  # positions that pages are read back for
+ROLLBACK = 9
+# As tight as it may be: `ROLLBACK` positions back, the window of the next token is just there.
+RING = WINDOW + ROLLBACK - 1
+EOS, USER, ASSISTANT, END = 0, 1, 2, 3
+SPECIAL = ["<|eos|>", "<|user|>", "<|assistant|>", "<|end|>"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog, hello world, hello there",
+    "你好世界。今天天气很好。",
+    "naïve café ☃ 🎉🎉 👩‍👩‍👧 emojis",
+]
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+REBUILD = "ink-build CHECKPOINT -o ENGINE --target cpu --max-seq-len 96 --max-batch-size 3"
+
+
+def make_config(**changes: Any) -> EngineConfig:
+    """Three slots, pages of 4 positions, a context of 96, steps decode, verify2..8, prefill64."""
+    steps = [StepSpec("decode", 1, 1)]
+    steps += [StepSpec(f"verify{n}", n, n) for n in range(2, 9)]
+    steps += [StepSpec("prefill64", 64, 1)]
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "inkrt_version": "0",
+        "model": ModelInfo("fake", "float32", 1, 1, VOCAB, NUM_EMBEDDINGS, (EOS,)),
+        "target": "cpu",
+        "tp_size": 1,
+        "max_seq_len": 96,
+        "steps": tuple(steps),
+        "state": StateLayout(3, 4, 3 * 24, ROLLBACK, ()),
+        "memory": MemoryTable(0, 0, 0, 0, 0),
+        "build": {},
+        "rebuild_command": REBUILD,
+        "plugins": {},
+        "checkpoint_fingerprint": "",
+        "files": {},
+    }
+    return EngineConfig(**{**fields, **changes})
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer; `<think>` is an added token that is not declared special."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    return tokenizer
+
+
+def write_engine(
+    folder: Path,
+    *,
+    tokenizer: bool = True,
+    template: str | None = TEMPLATE,
+    generation_config: dict[str, Any] | None = None,
+    **changes: Any,
+) -> EngineConfig:
+    """Write a minimal sound engine folder; `changes` replace fields of its configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = make_config(**changes)
+    plans = {
+        step.name: Plan(step.name, step.num_tokens, step.num_rows, (), (), 0, {}, {})
+        for step in config.steps
+    }
+    for rank in range(config.tp_size):
+        (folder / plan_file(rank)).write_bytes(encode_plans(plans))
+    if tokenizer:
+        make_tokenizer().save(str(folder / "tokenizer.json"))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if generation_config is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    files = {
+        path.name: FileEntry(path.stat().st_size, sha256_of(path))
+        for path in folder.iterdir()
+        if path.name != CONFIG_NAME
+    }
+    config = make_config(**{**changes, "files": files})
+    (folder / CONFIG_NAME).write_bytes(encode_config(config))
+    return config
+
+
+def expected_logits(tokens: Sequence[int]) -> NDArray[np.float32]:
+    """Logits [vocabulary] after a token list."""
+    return _hash_logits(len(tokens), tokens[-WINDOW:], tokens[-PAGED_WINDOW:])
+
+
+def expected_token(tokens: Sequence[int], sampling: Sampling) -> int:
+    """The token drawn after a token list; noise is keyed by seed and position."""
+    return _draw(expected_logits(tokens), sampling, len(tokens))
+
+
+def generate_plainly(prompt: Sequence[int], sampling: Sampling, count: int) -> list[int]:
+    """The first `count` tokens after a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(expected_token(tokens, sampling))
+    return tokens[len(prompt) :]
+
+
+class FakeExecutor:
+    """See the module. After `fail_after` more rows it raises OSError, once."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        layout = config.state
+        self.page_tokens = layout.page_tokens
+        self.steps = {step.name: step for step in config.steps}
+        self.max_pages = -(-config.max_seq_len // layout.page_tokens)
+        # [..., 0] is the position, [..., 1] the token.
+        self.pages = np.full((layout.num_pages, layout.page_tokens, 2), -1)
+        self.rings = np.full((layout.num_slots, RING, 2), -1)
+        self.calls: list[tuple[str, int]] = []
+        self.fail_after: int | None = None
+        self.is_closed = False
+
+    def run(self, step: str, step_input: StepInput) -> StepOutput:
+        assert not self.is_closed
+        spec, tokens = self.steps[step], step_input.tokens
+        assert 1 <= len(tokens) <= spec.num_tokens
+        assert len(step_input.pages) <= self.max_pages
+        self.calls.append((step, len(tokens)))
+        rows = []
+        for i, token in enumerate(tokens):
+            if self.fail_after is not None:
+                if self.fail_after == 0:
+                    self.fail_after = None
+                    raise OSError("the device failed")
+                self.fail_after -= 1
+            position = step_input.position + i
+            page = step_input.pages[position // self.page_tokens]
+            self.pages[page, position % self.page_tokens] = position, token
+            self.rings[step_input.slot, position % RING] = position, token
+            rows.append(self._read(step_input, position))
+        if spec.num_rows != spec.num_tokens:
+            rows = rows[-1:]
+        end = step_input.position + len(tokens)
+        drawn = [
+            _draw(row, step_input.sampling, end - len(rows) + 1 + i) for i, row in enumerate(rows)
+        ]
+        return StepOutput(np.array(drawn, np.int32), np.stack(rows))
+
+    def copy_slot(self, source: int, target: int) -> None:
+        self.rings[target] = self.rings[source]
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.pages[target] = self.pages[source]
+
+    def close(self) -> None:
+        assert not self.is_closed
+        self.is_closed = True
+
+    def _read(self, step_input: StepInput, position: int) -> NDArray[np.float32]:
+        near = np.arange(max(position - WINDOW + 1, 0), position + 1)
+        far = np.arange(max(position - PAGED_WINDOW + 1, 0), position + 1)
+        ring = self.rings[step_input.slot, near % RING]
+        table = np.array(step_input.pages)
+        paged = self.pages[table[far // self.page_tokens], far % self.page_tokens]
+        assert (ring[:, 0] == near).all(), f"ring of position {position} lacks {near}: {ring[:, 0]}"
+        assert (paged[:, 0] == far).all(), f"pages of position {position} lack {far}: {paged[:, 0]}"
+        return _hash_logits(position + 1, ring[:, 1].tolist(), paged[:, 1].tolist())
+
+
+def _hash_logits(length: int, near: Sequence[int], far: Sequence[int]) -> NDArray[np.float32]:
+    digest = hashlib.sha256(f"{length} {list(near)} {list(far)}".encode()).digest()
+    key = np.frombuffer(digest[:16], np.uint64)
+    mixed = (np.arange(1, VOCAB + 1, dtype=np.uint64) * (key[0] | np.uint64(1))) ^ key[1]
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return ((mixed >> np.uint64(40)).astype(np.float32) / 2**24 - 0.5) * 8
+
+
+def _draw(logits: NDArray[np.float32], sampling: Sampling, position: int) -> int:
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    noise = np.random.default_rng((sampling.seed, position)).gumbel(size=VOCAB)
+    return int((logits / sampling.temperature + noise).argmax())
