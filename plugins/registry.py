@@ -49,9 +49,11 @@ class Collective:
     """How an operator that exchanges data between ranks is split at the exchange.
 
     Attributes:
-        payload: maps the operator's arguments on one rank to the tensor it sends to all ranks.
+        payload: maps the operator's arguments on one rank, all by keyword, to the tensor that the
+            rank sends to all.
         combine: maps the payloads of all ranks, in rank order, and the operator's arguments on the
-            receiving rank to its outputs. Every rank sees the same list, so ranks agree bit for bit.
+            receiving rank, by keyword, to its outputs. Every rank sees the same list, so ranks
+            agree bit for bit.
     """
 
     payload: Callable[..., Tensor]

@@ -20,6 +20,10 @@ from inkrt.engines.inkling2.parts import ShortConv, ink, parameter
 from inkrt.engines.interface import StateBuffer, StateOptions, StepInputs
 
 
+# Epsilon of the norms inside the residual mix: the reference's constant, not rms_norm_eps.
+MIX_EPS = 1e-6
+
+
 class Experts(nn.Module):
     """Sigmoid router with a selection bias and softcapped SwiGLU experts."""
 
@@ -75,7 +79,7 @@ class MixedInput(nn.Module):
         if self.queries is None:
             sources = [current_TD] * len(self.norms)
         else:
-            mixed = ink.residual_mix([*blocks, current_TD], self.queries, self.eps)
+            mixed = ink.residual_mix([*blocks, current_TD], self.queries, MIX_EPS)
             sources = [mixed[index] for index in range(len(self.norms))]
         return [
             ink.rms_norm(source, weight, self.eps, self.dtype)

@@ -155,7 +155,7 @@ def config(dtype: str) -> dict[str, Any]:
             "mlp_gate_softcap": 4.0,
             "mlp_up_softcap": 25.0,
             "final_logit_softcapping": 30.0,
-            "rms_norm_eps": 1e-6,
+            "rms_norm_eps": 1e-5,  # not the constant that the residual mix uses
             "max_position_embeddings": 4096,
             "attention_dropout": 0.0,
             "initializer_range": 0.02,

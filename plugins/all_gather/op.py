@@ -16,11 +16,11 @@ from inkrt.plugins.registry import Arguments, Case, Collective, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
-def _payload(x: Tensor, tp_size: int) -> Tensor:  # noqa: ARG001
+def _payload(*, x: Tensor, **_other: object) -> Tensor:
     return x
 
 
-def _combine(payloads: Sequence[Tensor], x: Tensor, tp_size: int) -> Tensor:  # noqa: ARG001
+def _combine(payloads: Sequence[Tensor], *, tp_size: int, **_other: object) -> Tensor:
     assert len(payloads) == tp_size, f"{len(payloads)} payloads for {tp_size} ranks"
     return torch.cat(list(payloads), dim=-1)
 
@@ -62,4 +62,4 @@ def all_gather(x: Tensor, tp_size: int) -> Tensor:
     Returns:
         [T, tp_size * N] of x's dtype, equal on all ranks.
     """
-    return _combine([_payload(x, tp_size)], x, tp_size)
+    return _combine([x], tp_size=tp_size)

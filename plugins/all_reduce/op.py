@@ -24,11 +24,13 @@ def sum_in_rank_order(payloads: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def _payload(x: Tensor, dtype: torch.dtype, tp_size: int) -> Tensor:  # noqa: ARG001
+def _payload(*, x: Tensor, **_other: object) -> Tensor:
     return x
 
 
-def _combine(payloads: Sequence[Tensor], x: Tensor, dtype: torch.dtype, tp_size: int) -> Tensor:  # noqa: ARG001
+def _combine(
+    payloads: Sequence[Tensor], *, dtype: torch.dtype, tp_size: int, **_other: object
+) -> Tensor:
     assert len(payloads) == tp_size, f"{len(payloads)} payloads for {tp_size} ranks"
     return sum_in_rank_order(payloads, dtype)
 
@@ -72,4 +74,4 @@ def all_reduce(x: Tensor, dtype: torch.dtype, tp_size: int) -> Tensor:
     Returns:
         `dtype` [T, N], equal on all ranks.
     """
-    return _combine([_payload(x, dtype, tp_size)], x, dtype, tp_size)
+    return _combine([x], dtype=dtype, tp_size=tp_size)

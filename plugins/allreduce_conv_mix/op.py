@@ -25,28 +25,13 @@ from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 from inkrt.plugins.short_conv.op import short_conv
 
 
-def _payload(
-    partial: Tensor,
-    conv_weight: Tensor,  # noqa: ARG001
-    conv_state: Tensor,  # noqa: ARG001
-    position: Tensor,  # noqa: ARG001
-    num_tokens: Tensor,  # noqa: ARG001
-    slot: Tensor,  # noqa: ARG001
-    residual: Tensor | None,  # noqa: ARG001
-    sources: Sequence[Tensor],  # noqa: ARG001
-    queries: Tensor,  # noqa: ARG001
-    norm_weights: Sequence[Tensor],  # noqa: ARG001
-    eps: float,  # noqa: ARG001
-    residual_dtype: torch.dtype,  # noqa: ARG001
-    dtype: torch.dtype,  # noqa: ARG001
-    tp_size: int,  # noqa: ARG001
-) -> Tensor:
+def _payload(*, partial: Tensor, **_other: object) -> Tensor:
     return partial
 
 
 def _combine(
     payloads: Sequence[Tensor],
-    partial: Tensor,  # noqa: ARG001
+    *,
     conv_weight: Tensor,
     conv_state: Tensor,
     position: Tensor,
@@ -56,18 +41,21 @@ def _combine(
     sources: Sequence[Tensor],
     queries: Tensor,
     norm_weights: Sequence[Tensor],
-    eps: float,
+    mix_eps: float,
+    norm_eps: float,
     residual_dtype: torch.dtype,
     dtype: torch.dtype,
     tp_size: int,
+    **_other: object,
 ) -> tuple[Tensor, Tensor]:
     assert len(payloads) == tp_size, f"{len(payloads)} payloads for {tp_size} ranks"
     x = sum_in_rank_order(payloads, dtype) if tp_size > 1 else payloads[0]
     update = short_conv(x, conv_weight, conv_state, position, num_tokens, slot)
     residual_out = residual_add(residual, update, residual_dtype)
-    mixed = residual_mix([*sources, residual_out], queries, eps)
+    mixed = residual_mix([*sources, residual_out], queries, mix_eps)
     normed = [
-        rms_norm(row, weight, eps, dtype) for row, weight in zip(mixed, norm_weights, strict=True)
+        rms_norm(row, weight, norm_eps, dtype)
+        for row, weight in zip(mixed, norm_weights, strict=True)
     ]
     return residual_out, torch.stack(normed)
 
@@ -83,7 +71,8 @@ def fake(
     sources: Sequence[Tensor],
     queries: Tensor,
     norm_weights: Sequence[Tensor],
-    eps: float,
+    mix_eps: float,
+    norm_eps: float,
     residual_dtype: torch.dtype,
     dtype: torch.dtype,
     tp_size: int,
@@ -96,7 +85,8 @@ def fake(
         residual_dtype in MODEL_DTYPES,
         f"residual_dtype is {residual_dtype}, expected float32 or bfloat16",
     )
-    axes.require(eps > 0, f"eps is {eps}, expected > 0")
+    axes.require(mix_eps > 0, f"mix_eps is {mix_eps}, expected > 0")
+    axes.require(norm_eps > 0, f"norm_eps is {norm_eps}, expected > 0")
     axes.fit("partial", partial, "T", "D", dtype=torch.float32 if tp_size > 1 else dtype)
     axes.fit("conv_weight", conv_weight, "D", "W", dtype=torch.float32)
     axes.fit("conv_state", conv_state, "slots", "R", "D", dtype=dtype)
@@ -145,7 +135,8 @@ def cases() -> list[Case]:
                 "norm_weights": [
                     1 + normal(generator, dtype, width, scale=0.1) for _ in range(num_queries)
                 ],
-                "eps": 1e-6,
+                "mix_eps": 1e-6,
+                "norm_eps": 1e-3,
                 "residual_dtype": torch.float32 if keeps_float32 else dtype,
                 "dtype": dtype,
                 "tp_size": 1,
@@ -219,7 +210,8 @@ def allreduce_conv_mix(
     sources: Sequence[Tensor],
     queries: Tensor,
     norm_weights: Sequence[Tensor],
-    eps: float,
+    mix_eps: float,
+    norm_eps: float,
     residual_dtype: torch.dtype,
     dtype: torch.dtype,
     tp_size: int,
@@ -237,7 +229,8 @@ def allreduce_conv_mix(
         sources: each [T, D], mixed with the new residual, which comes last.
         queries: float32 [m, D].
         norm_weights: m of [D].
-        eps: of all norms.
+        mix_eps: of the norms of the sources.
+        norm_eps: of the weighted norms.
         residual_dtype: of the new residual.
         dtype: of the model.
         tp_size: number of ranks.
@@ -246,6 +239,8 @@ def allreduce_conv_mix(
         The new residual, `residual_dtype` [T, D], and `dtype` [m, T, D].
     """
     return _combine(
-        [partial], partial, conv_weight, conv_state, position, num_tokens, slot, residual, sources,
-        queries, norm_weights, eps, residual_dtype, dtype, tp_size,
+        [partial], conv_weight=conv_weight, conv_state=conv_state, position=position,
+        num_tokens=num_tokens, slot=slot, residual=residual, sources=sources, queries=queries,
+        norm_weights=norm_weights, mix_eps=mix_eps, norm_eps=norm_eps,
+        residual_dtype=residual_dtype, dtype=dtype, tp_size=tp_size,
     )  # fmt: skip

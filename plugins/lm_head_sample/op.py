@@ -21,29 +21,14 @@ from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 from inkrt.plugins.softcap.op import softcap
 
 
-def _payload(
-    x: Tensor,
-    weight: Tensor,
-    vocab_size: int,  # noqa: ARG001
-    cap: float,  # noqa: ARG001
-    temperature: Tensor,  # noqa: ARG001
-    top_k: Tensor,  # noqa: ARG001
-    top_p: Tensor,  # noqa: ARG001
-    min_p: Tensor,  # noqa: ARG001
-    seed: Tensor,  # noqa: ARG001
-    position: Tensor,  # noqa: ARG001
-    num_tokens: Tensor,  # noqa: ARG001
-    last_row: bool,  # noqa: ARG001
-    tp_size: int,  # noqa: ARG001
-) -> Tensor:
+def _payload(*, x: Tensor, weight: Tensor, **_other: object) -> Tensor:
     shard: Tensor = linear(x, weight, False)
     return shard
 
 
 def _combine(
     payloads: Sequence[Tensor],
-    x: Tensor,  # noqa: ARG001
-    weight: Tensor,  # noqa: ARG001
+    *,
     vocab_size: int,
     cap: float,
     temperature: Tensor,
@@ -55,6 +40,7 @@ def _combine(
     num_tokens: Tensor,
     last_row: bool,
     tp_size: int,
+    **_other: object,
 ) -> tuple[Tensor, Tensor]:
     assert len(payloads) == tp_size, f"{len(payloads)} payloads for {tp_size} ranks"
     logits = softcap(torch.cat(list(payloads), dim=-1)[:, :vocab_size], cap)
@@ -179,6 +165,7 @@ def lm_head_sample(
     """
     shard = linear(x, weight, False)
     return _combine(
-        [shard], x, weight, vocab_size, cap, temperature, top_k, top_p, min_p, seed, position,
-        num_tokens, last_row, tp_size,
+        [_payload(x=x, weight=weight)], vocab_size=vocab_size, cap=cap, temperature=temperature,
+        top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=position,
+        num_tokens=num_tokens, last_row=last_row, tp_size=tp_size,
     )  # fmt: skip

@@ -17,11 +17,10 @@ of transformers.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal, step_arguments
-from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, Case, operator
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 from inkrt.plugins.state import with_older_rows, write_step
 
@@ -94,20 +93,13 @@ def short_conv(
     Returns:
         [T, C] in x's dtype.
     """
-    num_rows, num_older = len(x), weight.shape[1] - 1
-    inputs = with_older_rows(state, x, num_older, position, slot).float()
-    if num_rows <= MAX_VERIFY_TOKENS:
-        windows = [inputs[i : i + num_older + 1].clone() for i in range(num_rows)]
-        out = torch.cat([_convolve(window, weight) for window in windows])
-    else:
-        out = _convolve(inputs, weight)
+    num_rows, taps = len(x), weight.shape[1]
+    inputs = with_older_rows(state, x, taps - 1, position, slot).double()
+    weights = weight.double()
+    # A product of two float32 is exact in float64, so each step rounds like a fused multiply-add.
+    mixed = (weights[:, 0] * inputs[:num_rows]).float()
+    for tap in range(1, taps):
+        mixed = (mixed.double() + weights[:, tap] * inputs[tap : tap + num_rows]).float()
+    out = (mixed + x.float()) / math.sqrt(taps + 1)
     write_step(state, x, position, num_tokens, slot)
     return out.to(x.dtype)
-
-
-def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Outputs [n, C] of inputs [W-1 + n, C], float32."""
-    channels, taps = weight.shape
-    # F.conv1d wants [batch, C, time] and [C, 1, W].
-    mixed = F.conv1d(inputs.T[None], weight[:, None], groups=channels)[0].T.contiguous()
-    return (mixed + inputs[taps - 1 :]) / math.sqrt(taps + 1)

@@ -249,7 +249,8 @@ def allreduce_conv_mix(
     sources: Sequence[Tensor],
     queries: Tensor,
     norm_weights: Sequence[Tensor],
-    eps: float,
+    mix_eps: float,
+    norm_eps: float,
     residual_dtype: torch.dtype,
     dtype: torch.dtype,
     tp_size: int,
@@ -259,11 +260,11 @@ def allreduce_conv_mix(
         partial, conv_weight, conv_state, position, num_tokens, slot
     )
     total = update if residual is None else residual + update
-    ((mixed,), _) = ORACLES["residual_mix"]([*sources, total], queries, eps)
+    ((mixed,), _) = ORACLES["residual_mix"]([*sources, total], queries, mix_eps)
     normed = []
     for row, weight in zip(mixed, norm_weights, strict=True):
         mean_square = (row**2).sum(dim=-1, keepdim=True) / row.shape[-1]
-        normed.append(row * weight / torch.sqrt(mean_square + eps))
+        normed.append(row * weight / torch.sqrt(mean_square + norm_eps))
     return (total, torch.stack(normed)), {"conv_state": mutated["state"]}
 
 

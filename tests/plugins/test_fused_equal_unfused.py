@@ -65,13 +65,15 @@ def _qkv_post(
 
 def _allreduce_conv_mix(
     partial, conv_weight, conv_state, position, num_tokens, slot, residual, sources, queries,
-    norm_weights, eps, residual_dtype, dtype, tp_size,
+    norm_weights, mix_eps, norm_eps, residual_dtype, dtype, tp_size,
 ):  # fmt: skip
     assert tp_size == 1
     update = OPS["short_conv"](partial, conv_weight, conv_state, position, num_tokens, slot)
     out = OPS["residual_add"](residual, update, residual_dtype)
-    mixed = OPS["residual_mix"]([*sources, out], queries, eps)
-    rows = [OPS["rms_norm"](mixed[i], weight, eps, dtype) for i, weight in enumerate(norm_weights)]
+    mixed = OPS["residual_mix"]([*sources, out], queries, mix_eps)
+    rows = [
+        OPS["rms_norm"](mixed[i], weight, norm_eps, dtype) for i, weight in enumerate(norm_weights)
+    ]
     return out, torch.stack(rows)
 
 
@@ -251,7 +253,8 @@ def test_reduced_boundary_equals_all_reduce_and_boundary(
         "sources": [normal(generator, dtype, num_rows, width) for _ in range(3)],
         "queries": normal(generator, torch.float32, 3, width),
         "norm_weights": [normal(generator, dtype, width) for _ in range(3)],
-        "eps": 1e-6,
+        "mix_eps": 1e-6,
+        "norm_eps": 1e-4,
         "residual_dtype": torch.float32,
         "dtype": dtype,
     }
