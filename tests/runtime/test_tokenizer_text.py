@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import tokenizers
 from fake import ASSISTANT, CORPUS, END, EOS, SPECIAL, USER, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from inkrt.errors import EngineFormatError, RequestError
 from inkrt.runtime.tokenizer import IncrementalDecoder, Tokenizer
@@ -98,6 +100,14 @@ def test_increments_of_text(tokenizer: Tokenizer, text: str, skip: bool) -> None
 @given(ids=st.lists(st.integers(0, 345), max_size=40), skip=st.booleans())
 def test_increments_of_garbage(tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
     check_increments(tokenizer, ids, skip)
+
+
+def test_increments_where_the_first_token_decodes_differently(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1}, unk_token="▁one"))
+    library.decoder = decoders.Metaspace()  # drops the space before the first word
+    library.save(str(tmp_path / "tokenizer.json"))
+    decoder = IncrementalDecoder(Tokenizer(tmp_path / "tokenizer.json"))
+    assert [decoder.push(token) for token in (0, 1, 1, 0)] == ["one", " two", " two", " one"]
 
 
 def test_no_part_of_a_character_comes_out(tokenizer: Tokenizer) -> None:
