@@ -6,10 +6,9 @@ This module knows files and dtypes, not models.
 
 import hashlib
 import json
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +16,9 @@ from torch import Tensor
 
 from inkrt.engines.interface import Part
 from inkrt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 INDEX_NAME = "model.safetensors.index.json"
 _FLOATING = {torch.bfloat16: "BF16", torch.float32: "F32"}

@@ -105,8 +105,8 @@ class _Lowering:
             self._launch(node)
         else:
             raise BuildError(
-                f"{_where(node)}: {node.target} is neither a view nor an operator of ours and would "
-                f"have to run in eager torch; express it with an {NAMESPACE}:: operator"
+                f"{_where(node)}: {node.target} is neither a view nor an operator of ours; there "
+                f"is no fallback to eager torch, express it with an {NAMESPACE}:: operator"
             )
 
     def _view(self, node: Node) -> None:

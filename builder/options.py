@@ -5,7 +5,7 @@ from typing import Literal
 
 from inkrt.errors import ConfigError
 
-# A verify step has at most this many tokens: what decode kernels and references are T-invariant for.
+# A verify step has at most this many tokens: decode kernels are T-invariant up to there.
 MAX_VERIFY_TOKENS = 8
 
 TP_SIZES = (1, 2, 4, 8)

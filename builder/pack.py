@@ -77,7 +77,7 @@ def pack_rank(
             file.write(_header(content))
             for tensor in content:
                 data = read_weight(tensor, checkpoint, sources[tensor.name])
-                file.write(memoryview(data.view(torch.uint8).numpy()).cast("B"))
+                file.write(data.flatten().view(torch.uint8).numpy().data)
                 yield path, tensor
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Helpers for passes: reading calls by parameter name, following single-use chains, inserting calls."""
+"""Helpers for passes: reading calls by parameter name, looking through views, inserting calls."""
 
 import operator
 from collections.abc import Iterator
@@ -113,6 +113,6 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def erase(nodes: list[Node]) -> None:
-    """Erase nodes without users, in the given order: what dead code elimination must leave alone."""
+    """Erase nodes without users in the given order, even if they write state."""
     for node in nodes:
         node.graph.erase_node(node)

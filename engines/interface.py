@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-
 # Positions a session can always go back from the furthest one it has written: the widest verify
 # step (8) and a margin. Rings are this much longer than what one step looks back.
 ROLLBACK_TOKENS = 13
@@ -123,23 +122,46 @@ class TextModel(Protocol):
 
 
 class ModelConfig(Protocol):
-    """The fields that the builder reads of any model's configuration."""
+    """What the builder reads of any model's configuration."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        ...
+
     @property
-    def unpadded_vocab_size(self) -> int: ...
+    def unpadded_vocab_size(self) -> int:
+        """Tokens that can be sampled."""
+        ...
+
     @property
-    def hidden_size(self) -> int: ...
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
     @property
-    def num_hidden_layers(self) -> int: ...
+    def num_hidden_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
     @property
-    def max_position_embeddings(self) -> int: ...
+    def max_position_embeddings(self) -> int:
+        """Positions that the model was made for."""
+        ...
+
     @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation."""
+        ...
+
     @property
-    def dtype(self) -> str | None: ...
-    def check_tp_size(self, tp_size: int) -> None: ...
+    def dtype(self) -> str | None:
+        """Dtype that the configuration names, if any."""
+        ...
+
+    def check_tp_size(self, tp_size: int) -> None:
+        """Raise ConfigError if the model cannot be split over so many ranks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

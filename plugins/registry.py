@@ -140,7 +140,7 @@ def row_by_row(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     """Evaluate `function` on one row at a time if the step is narrow, else on all rows at once.
 
     Matrix libraries choose their summation order by the number of rows. A decode or verify step
-    (at most MAX_VERIFY_TOKENS rows) must not depend on it: see "T-invariant" in docs/architecture.md.
+    (at most MAX_VERIFY_TOKENS rows) must not: "T-invariance" in docs/architecture.md.
 
     Args:
         function: takes tensors of shape [T, ...] and returns one of shape [T, ...].

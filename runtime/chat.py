@@ -135,8 +135,8 @@ class ChatTemplate:
         for name, value in kwargs.items():
             if not isinstance(value, str | int | float | None):
                 raise RequestError(
-                    f"template variable {name} is a {type(value).__name__}, it must be a string, "
-                    "a number, a flag or None",
+                    f"template variable {name} is of type {type(value).__name__}, it must be "
+                    "a string, a number, a flag or None",
                     param=name,
                 )
             parts = tokenizer.split_special(value) if isinstance(value, str) else []
@@ -202,7 +202,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def _message_error(place: str, value: object, allowed: str) -> RequestError:
-    got = repr(value) if isinstance(value, str | None) else f"a {type(value).__name__}"
+    got = repr(value) if isinstance(value, str | None) else f"of type {type(value).__name__}"
     return RequestError(f"{place} is {got}, it must be {allowed}", param="messages")
 
 

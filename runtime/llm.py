@@ -185,8 +185,8 @@ class LLM:
             tokens = tokenizer.encode(prompt)
         if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
             raise RequestError(
-                f"a prompt is a {type(tokens).__name__}, it must be a string, a list of token ids "
-                'or {"prompt_token_ids": [...]}',
+                f"a prompt is of type {type(tokens).__name__}, it must be a string, "
+                'a list of token ids or {"prompt_token_ids": [...]}',
                 param="prompt",
             )
         own = params or self.default_params

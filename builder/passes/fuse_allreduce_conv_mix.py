@@ -51,7 +51,7 @@ def _fuse(graph: StepGraph, conv: Node, add: Node, mix: Node) -> None:
     if is_call(partial, "all_reduce"):
         partial, tp_size = arguments(partial)["x"], graph.tp_size
     # One select and one norm per query, in the order of the queries.
-    selects = sorted(mix.users, key=lambda select: select.args[2])
+    selects = sorted(mix.users, key=lambda select: arguments(select)["index"])
     norms = [next(iter(select.users)) for select in selects]
     norm_args = [arguments(norm) for norm in norms]
     fused = insert_call(

@@ -1,9 +1,9 @@
 """Query/key/value post-processing + state write -> qkv_post.
 
 Everything between the projections and attention is elementwise in a head, so one operator clips,
-scales, convolves and normalises, and writes keys and values where attention reads them. That puts the
-write before the attention that the definition puts it behind; this is legal where the step's own
-positions share no ring row with a position that its queries look back to.
+scales, convolves and normalises, and writes keys and values where attention reads them. That puts
+the write before the attention that the definition puts it behind; this is legal where the step's
+own positions share no ring row with a position that its queries look back to.
 """
 
 from typing import Any

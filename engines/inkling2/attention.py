@@ -47,8 +47,8 @@ class Attention(nn.Module):
         self.rel_scale = parameter(self.num_heads, d_rel, dtype=dtype)
         self.rel_bank = parameter(d_rel, shape.rel_extent, dtype=dtype)
         if self.is_sliding:
-            self.k_conv = ShortConv(kv_width, config.conv_kernel_size, dtype, state)
-            self.v_conv = ShortConv(kv_width, config.conv_kernel_size, dtype, state)
+            self.k_conv: nn.Module = ShortConv(kv_width, config.conv_kernel_size, dtype, state)
+            self.v_conv: nn.Module = ShortConv(kv_width, config.conv_kernel_size, dtype, state)
             rows = (state.num_slots, ring_tokens(shape.window - 1))
         else:
             taps = config.conv_kernel_size

@@ -1,10 +1,10 @@
 """The Inkling-2 text model of one rank, written to be traced.
 
-Layer equations: docs/architecture.md and the reference implementation in transformers (`inkling2`).
-Tensors carry shape letters: T tokens of the step, D hidden, H query heads, K key/value heads, d head
-dimension, r relative width, E experts, F expert width, V vocabulary, W convolution taps, R ring
-positions. All are this rank's share unless said otherwise; only h, the residual blocks and norms
-have the full width D on every rank.
+Layer equations: docs/architecture.md and the reference implementation in transformers
+(`inkling2`). Tensors carry shape letters: T tokens of the step, D hidden, H query heads, K
+key/value heads, d head dimension, r relative width, E experts, F expert width, V vocabulary, W
+convolution taps, R ring positions. All are this rank's share unless said otherwise; only h, the
+residual blocks and norms have the full width D on every rank.
 
 Every state buffer is indexed by absolute position. Calls are operators of ours or view operations;
 a row-parallel projection gives float32 partial sums (`partial`) where there are several ranks, and
@@ -18,7 +18,6 @@ from inkrt.engines.inkling2.attention import Attention
 from inkrt.engines.inkling2.config import Inkling2Config
 from inkrt.engines.inkling2.parts import ShortConv, ink, parameter
 from inkrt.engines.interface import StateBuffer, StateOptions, StepInputs
-
 
 # Epsilon of the norms inside the residual mix: the reference's constant, not rms_norm_eps.
 MIX_EPS = 1e-6

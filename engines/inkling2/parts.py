@@ -31,7 +31,7 @@ class ShortConv(nn.Module):
         self.register_buffer("state", conv_state(channels, taps, dtype, state))
 
     def forward(self, u_TC: Tensor, step: StepInputs) -> Tensor:
-        """[T, channels] to [T, channels]."""
+        """Map inputs [T, channels] to outputs [T, channels]."""
         y_TC: Tensor = ink.short_conv(
             u_TC, self.weight, self.state, step.position, step.num_tokens, step.slot
         )
@@ -57,7 +57,7 @@ class DynamicShortConv(nn.Module):
         self.register_buffer("state", conv_state(channels, taps, dtype, state))
 
     def forward(self, u_TC: Tensor, x_TD: Tensor, step: StepInputs) -> Tensor:
-        """u [T, channels] convolved with the taps that x [T, D] gives."""
+        """Convolve u [T, channels] with the taps that x [T, D] gives."""
         dynamic = ink.linear(x_TD, self.dynamic_proj, False)
         y_TC: Tensor = ink.dynamic_short_conv(
             u_TC,

@@ -163,7 +163,6 @@ def lm_head_sample(
     Returns:
         Tokens int32 [R] and logits float32 [R, vocab_size], equal on all ranks.
     """
-    shard = linear(x, weight, False)
     return _combine(
         [_payload(x=x, weight=weight)], vocab_size=vocab_size, cap=cap, temperature=temperature,
         top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=position,

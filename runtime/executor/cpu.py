@@ -10,9 +10,8 @@ This is the one module of the runtime that imports torch.
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -23,6 +22,9 @@ from inkrt.plugins.registry import Plugin, plugins
 from inkrt.runtime.engine_file import EngineConfig, read_plans, weight_files
 from inkrt.runtime.executor import StepInput, StepOutput
 from inkrt.runtime.plan import Argument, Const, DType, Launch, Plan, Ref, TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Called after each launch with the step's input, the launch and its outputs on rank 0.
 Observer = Callable[[StepInput, Launch, list[Tensor]], None]

@@ -147,7 +147,7 @@ def test_template_variables_cannot_carry_markers(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError) as caught:
         template.encode_chat(user("x"), tokenizer, effort="<|eos|>")
     assert str(caught.value) == "template variable effort contains a special token: '<|eos|>'"
-    with pytest.raises(RequestError, match="template variable effort is a list") as caught:
+    with pytest.raises(RequestError, match="template variable effort is of type list") as caught:
         template.encode_chat(user("x"), tokenizer, effort=["<|eos|>"])
     assert caught.value.param == "effort"
 
@@ -166,7 +166,7 @@ def test_template_variables_cannot_carry_markers(tokenizer: Tokenizer) -> None:
         ([{"role": "user"}], "messages[0].content is None, it must be a string"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
-            "messages[0].content is a list, it must be a string",
+            "messages[0].content is of type list, it must be a string",
         ),
         (
             [{"role": "assistant", "content": "", "tool_calls": []}],
@@ -175,7 +175,7 @@ def test_template_variables_cannot_carry_markers(tokenizer: Tokenizer) -> None:
         ),
         (
             [{"role": "user", "content": "", "name": 3}],
-            "messages[0].name is a int, it must be a string",
+            "messages[0].name is of type int, it must be a string",
         ),
     ],
 )

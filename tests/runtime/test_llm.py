@@ -82,7 +82,7 @@ def test_forms_of_a_prompt(llm: LLM) -> None:
         ([""], "prompts[0]: the prompt has no tokens; give at least one"),
         (
             [1, 2],
-            "prompts[0]: a prompt is a int, it must be a string, a list of token ids or "
+            "prompts[0]: a prompt is of type int, it must be a string, a list of token ids or "
             '{"prompt_token_ids": [...]}',
         ),
         (
@@ -92,7 +92,7 @@ def test_forms_of_a_prompt(llm: LLM) -> None:
         ),
         (
             {"prompt_token_ids": "abc"},
-            "prompts[0]: a prompt is a str, it must be a string, a list of token ids or "
+            "prompts[0]: a prompt is of type str, it must be a string, a list of token ids or "
             '{"prompt_token_ids": [...]}',
         ),
         (
