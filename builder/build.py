@@ -24,9 +24,15 @@ from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import PASSES
 from inkrt.builder.steps import engine_steps
 from inkrt.builder.trace import trace
-from inkrt.builder.writer import file_entries, staged_folder, write_file
+from inkrt.builder.writer import check_target, file_entries, staged_folder, write_file
 from inkrt.engines.catalog import find_definition
-from inkrt.engines.interface import ROLLBACK_TOKENS, Definition, ModelConfig, StateOptions
+from inkrt.engines.interface import (
+    ROLLBACK_TOKENS,
+    Definition,
+    ModelConfig,
+    Sharding,
+    StateOptions,
+)
 from inkrt.errors import ConfigError
 from inkrt.plugins.registry import plugins
 from inkrt.runtime.engine_file import (
@@ -84,7 +90,8 @@ def prepare(
     """Read the configuration, trace, fuse and lower every step, and size the memory.
 
     Args:
-        checkpoint: only its config and tensor names and dtypes are read.
+        checkpoint: only its config and the headers of its shards are read; dummy weights need no
+            shards.
         options: choices of the build, which replace "auto" and 0 by what they stand for.
         progress: called with a line per stage.
         dump_folder: where to write the graphs after every pass, if anywhere.
@@ -94,8 +101,11 @@ def prepare(
     """
     definition = find_definition(checkpoint.config)
     model: ModelConfig = definition.parse_config(checkpoint.config)
-    model.check_tp_size(options.tp_size)
+    sharding = Sharding(options.tp_size, options.moe_split)
+    model.check_sharding(sharding)
     options = _resolve(checkpoint, definition, model, options)
+    if options.weights == "real":
+        _check_weights(checkpoint, definition, model, sharding)
     dtype = _DTYPES[options.dtype]
     state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS)
     plans: dict[str, Plan] = {}
@@ -103,7 +113,7 @@ def prepare(
     module: nn.Module | None = None
     for step in engine_steps(options):
         last_row_only = step.num_rows < step.num_tokens
-        module = definition.build_module(model, options.tp_size, dtype, state, last_row_only)
+        module = definition.build_module(model, sharding, dtype, state, last_row_only)
         graph = trace(module, step, state, options.tp_size, dtype)
         if dump_folder is not None:
             write_graph(dump_folder, 0, "traced", graph)
@@ -144,6 +154,7 @@ def build_engine(
     Raises:
         InkError: the checkpoint or an option is unfit, or writing failed.
     """
+    check_target(target)
     checkpoint = Checkpoint(checkpoint_folder)
     progress(f"checkpoint {checkpoint_folder}: {len(checkpoint.names)} tensors")
     prepared = prepare(checkpoint, options, progress, dump_folder)
@@ -180,8 +191,20 @@ def _resolve(
 
 def _stored_dtype(checkpoint: Checkpoint, definition: Definition, model: ModelConfig) -> str:
     """The dtype of the embedding, for a config that names none."""
-    source = definition.weight_sources(model, checkpoint.names, 0, 1)["embed"]
+    checkpoint.require_shards()
+    source = definition.weight_sources(model, checkpoint.names, 0, Sharding(1, "experts"))["embed"]
     return str(checkpoint.dtype_of(source.parts[0].name)).removeprefix("torch.")
+
+
+def _check_weights(
+    checkpoint: Checkpoint, definition: Definition, model: ModelConfig, sharding: Sharding
+) -> None:
+    """Compare the headers of all tensors with the configuration, before anything takes long."""
+    checkpoint.require_shards()
+    for rank in range(sharding.tp_size):
+        sources = definition.weight_sources(model, checkpoint.names, rank, sharding)
+        for part in (part for source in sources.values() for part in source.parts):
+            checkpoint.check(part)
 
 
 def _state_layout(module: nn.Module, state: StateOptions) -> StateLayout:
@@ -230,7 +253,7 @@ def _pack_weights(
     started, written = time.monotonic(), 0
     for rank in range(options.tp_size):
         sources = prepared.definition.weight_sources(
-            prepared.model, checkpoint.names, rank, options.tp_size
+            prepared.model, checkpoint.names, rank, Sharding(options.tp_size, options.moe_split)
         )
         used |= {part.name for source in sources.values() for part in source.parts}
         for _, tensor in pack_rank(folder, rank, prepared.tensors, checkpoint, sources):

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 INDEX_NAME = "model.safetensors.index.json"
-_FLOATING = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}  # by their safetensors codes
 
 
 class Checkpoint:
     """A folder with config.json and *.safetensors, as its publisher ships it.
+
+    A folder with nothing but config.json has no tensors; see `require_shards`.
 
     Raises:
         CheckpointError: from the constructor, if the folder, its config or a shard is missing or
@@ -69,55 +71,71 @@ class Checkpoint:
             digest.update(header)
         return digest.hexdigest()
 
+    def require_shards(self) -> None:
+        """Raise CheckpointError if the folder has no tensors at all."""
+        if not self._shards:
+            raise CheckpointError(
+                f"checkpoint {self.folder} has no *.safetensors file; download its shards"
+            )
+
     def dtype_of(self, name: str) -> torch.dtype:
-        """Stored dtype of a tensor.
+        """Stored dtype of a tensor, from its shard's header.
 
         Raises:
             CheckpointError: the tensor is missing or not BF16 or F32.
         """
-        self._require(name)
-        # One element: the dtype without touching the data.
-        tensor = self._shards[self._shard_of[name]].get_tensor(name)
-        dtype: torch.dtype = tensor.dtype
-        if dtype not in _FLOATING:
+        code = self._header_of(name).get_dtype()
+        if code not in _DTYPES:
             raise CheckpointError(
-                f"{self.folder / self._shard_of[name]}: tensor {name} has dtype {dtype}, only "
-                f"{' and '.join(_FLOATING.values())} are supported by this version"
+                f"{self.folder / self._shard_of[name]}: tensor {name} has dtype {code}, only "
+                f"{' and '.join(_DTYPES)} are supported by this version"
             )
-        return dtype
+        return _DTYPES[code]
 
-    def read(self, part: Part) -> Tensor:
-        """The piece as a strided view of the memory-mapped shard.
+    def check(self, part: Part) -> None:
+        """Compare the header of a tensor with what is expected of it; reads no data.
 
         Raises:
             CheckpointError: the tensor is missing, or its shape or dtype is not the expected.
         """
         self.dtype_of(part.name)
-        tensor: Tensor = self._shards[self._shard_of[part.name]].get_tensor(part.name)
-        if tuple(tensor.shape) != part.shape:
+        shape = self._header_of(part.name).get_shape()
+        if tuple(shape) != part.shape:
             raise CheckpointError(
                 f"{self.folder / self._shard_of[part.name]}: tensor {part.name} has shape "
-                f"{list(tensor.shape)}, {list(part.shape)} expected from config.json"
+                f"{shape}, {list(part.shape)} expected from config.json"
             )
+
+    def read(self, part: Part) -> Tensor:
+        """The piece as a strided view of the memory-mapped shard.
+
+        Raises:
+            CheckpointError: as `check`.
+        """
+        self.check(part)
+        tensor: Tensor = self._shards[self._shard_of[part.name]].get_tensor(part.name)
         return tensor[part.index]
 
-    def _require(self, name: str) -> None:
+    def _header_of(self, name: str) -> Any:
         if name not in self._shard_of:
             raise CheckpointError(
                 f"checkpoint {self.folder} has no tensor {name}; a shard is missing or config.json "
                 f"belongs to another model"
             )
+        return self._shards[self._shard_of[name]].get_slice(name)
 
     def _shard_names(self) -> list[str]:
         if (self.folder / INDEX_NAME).is_file():
             weight_map = _read_json(self.folder / INDEX_NAME).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(f"{self.folder / INDEX_NAME} has no weight_map")
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(shard, str) for shard in weight_map.values()
+            ):
+                raise CheckpointError(
+                    f"{self.folder / INDEX_NAME} has no weight_map from tensor names to file "
+                    f"names; download it again"
+                )
             return sorted(set(weight_map.values()))
-        shards = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if not shards:
-            raise CheckpointError(f"checkpoint {self.folder} has no *.safetensors file")
-        return shards
+        return sorted(path.name for path in self.folder.glob("*.safetensors"))
 
     def _check_index(self) -> None:
         if not (self.folder / INDEX_NAME).is_file():
@@ -132,7 +150,7 @@ class Checkpoint:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path} ({error.strerror}); a checkpoint folder has it beside its shards"
@@ -144,12 +162,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _refuse_constant(name: str) -> None:
+    """Python reads NaN and Infinity, which JSON does not have and no dimension can be."""
+    raise ValueError(f"{name} is no JSON number")
+
+
 def _open_shard(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"shard {path} is missing; download it again") from None
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read shard {path} ({error}); it must be a file that you may read"
+        ) from None
+    except SafetensorError as error:
         raise CheckpointError(
             f"shard {path} is truncated or damaged ({error}); download it again"
         ) from None

@@ -48,8 +48,10 @@ def write_graph(folder: Path, number: int, name: str, graph: StepGraph) -> None:
 def _line(node: Node, names: dict[str, str]) -> str:
     if node.target is operator.getitem:
         call = f"{_value(node.args[0], names)}.{node.args[1]}"
+    elif not isinstance(node.target, torch._ops.OpOverload):
+        # Nothing that can be lowered, but people dump graphs to see what is wrong with them.
+        call = f"{node.op} {node.target}({_value(node.args, names)})"
     else:
-        assert isinstance(node.target, torch._ops.OpOverload)
         values = ", ".join(
             f"{key}={_value(value, names)}" for key, value in arguments(node).items()
         )
@@ -63,8 +65,14 @@ def _line(node: Node, names: dict[str, str]) -> str:
 
 def _type(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{_SHORT[value.dtype]}{list(value.shape)}"
-    return "(" + ", ".join(_type(item) for item in value) + ")"
+        return f"{_dtype(value.dtype)}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(_type(item) for item in value) + ")"
+    return type(value).__name__
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _value(value: Any, names: dict[str, str]) -> str:
@@ -73,5 +81,5 @@ def _value(value: Any, names: dict[str, str]) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_value(item, names) for item in value) + "]"
     if isinstance(value, torch.dtype):
-        return _SHORT[value]
+        return _dtype(value)
     return repr(value)

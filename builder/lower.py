@@ -90,7 +90,11 @@ class _Lowering:
         elif node.name in self.graph.state:
             index = self._add(node, node.meta["val"], "state", self.graph.state[node.name])
         else:
-            assert node.name in STEP_INPUTS, f"unknown input {node.name}"
+            if node.name not in STEP_INPUTS:
+                raise BuildError(
+                    f"{node.name} is neither a weight, a state buffer nor an input of a step; a "
+                    f"tensor that the module makes itself must become a parameter"
+                )
             index = self._add(node, node.meta["val"], "input", node.name)
             inputs[node.name] = index
         self.index_of[node] = index

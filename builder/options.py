@@ -19,6 +19,7 @@ class BuildOptions:
     Attributes:
         target: what the engine runs on.
         tp_size: ranks that share the model.
+        moe_split: how ranks share the experts; see `Sharding`.
         max_seq_len: positions of one session, prompt and output together; 0 takes the model's own.
         max_batch_size: sessions that can be open at once.
         dtype: compute dtype; "auto" takes the checkpoint's.
@@ -29,6 +30,10 @@ class BuildOptions:
 
     target: str = field(default="cpu", metadata={"help": "what the engine runs on: cpu"})
     tp_size: int = field(default=1, metadata={"help": "ranks that share the model: 1, 2, 4 or 8"})
+    moe_split: Literal["experts", "width"] = field(
+        default="experts",
+        metadata={"help": "ranks hold whole experts, or a slice of the width of each"},
+    )
     max_seq_len: int = field(
         default=0, metadata={"help": "positions of a session, prompt and output; 0: the model's"}
     )
@@ -71,6 +76,7 @@ class BuildOptions:
         for name, allowed in (
             ("dtype", ("auto", "bfloat16", "float32")),
             ("weights", ("real", "dummy")),
+            ("moe_split", ("experts", "width")),
         ):
             if (got := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")

@@ -1,7 +1,6 @@
 """Helpers for passes: reading calls by parameter name, looking through views, inserting calls."""
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,13 +51,25 @@ def behind_views(value: Any) -> Any:
     return value
 
 
-def users_behind_views(node: Node) -> Iterator[Node]:
-    """The nodes that use `node` or a view of it, views left out."""
-    for user in node.users:
-        if user.target in VIEW_OPS:
-            yield from users_behind_views(user)
-        else:
-            yield user
+def is_reshape(value: Any, source: Node) -> bool:
+    """Whether `value`, `source` or a view of it, has all of its elements in their order."""
+    if behind_views(value) is not behind_views(source):
+        return False
+    tensor, base = value.meta["val"], source.meta["val"]
+    return bool(
+        tensor.is_contiguous()
+        and base.is_contiguous()
+        and tensor.storage_offset() == base.storage_offset()
+        and tensor.numel() == base.numel()
+    )
+
+
+def are_users_after(node: Node, place: Node) -> bool:
+    """Whether every user of `node` but `place` itself comes after `place`.
+
+    Only then can an operator that is inserted at `place` take the place of `node`.
+    """
+    return all(user is place or place < user for user in node.users)
 
 
 def module_path(node: Node) -> str:
@@ -83,6 +94,14 @@ def insert_call(before: Node, name: str, args: dict[str, Any], origin: Node) -> 
     node.meta["val"] = op(**values)
     node.meta["nn_module_stack"] = origin.meta.get("nn_module_stack", {})
     return node
+
+
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Change one argument of an operator call and infer its shapes anew; readers are not told."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    args = arguments(node) | {name: value}
+    node.args, node.kwargs = (), args
+    node.meta["val"] = node.target(**map_arg(args, lambda argument: argument.meta["val"]))
 
 
 def insert_getitem(source: Node, index: int) -> Node:

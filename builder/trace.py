@@ -20,6 +20,7 @@ STEP_INPUTS: dict[str, torch.dtype] = {
     "position": torch.int32,
     "num_tokens": torch.int32,
     "slot": torch.int32,
+    "rank": torch.int32,
     "page_table": torch.int32,
     "temperature": torch.float32,
     "top_k": torch.int32,
@@ -38,6 +39,7 @@ class StepGraph:
         module: the graph; passes rewrite it in place.
         weights: placeholder name to parameter name.
         state: placeholder name to state buffer name.
+        row_parallel: parameters that ranks share along the dimension summed over.
         tp_size: ranks that run it together.
         dtype: compute dtype of the model.
     """
@@ -46,6 +48,7 @@ class StepGraph:
     module: GraphModule
     weights: dict[str, str]
     state: dict[str, str]
+    row_parallel: frozenset[str]
     tp_size: int
     dtype: torch.dtype
 
@@ -66,4 +69,12 @@ def trace(
             weights[spec.arg.name] = spec.target or ""
         elif spec.kind == InputKind.BUFFER:
             buffers[spec.arg.name] = spec.target or ""
-    return StepGraph(step, exported.graph_module, weights, buffers, tp_size, dtype)
+    return StepGraph(
+        step,
+        exported.graph_module,
+        weights,
+        buffers,
+        module.row_parallel_weights(),  # type: ignore[operator]
+        tp_size,
+        dtype,
+    )

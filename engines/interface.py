@@ -22,6 +22,20 @@ def ring_tokens(look_back: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharding:
+    """How ranks share a model.
+
+    Attributes:
+        tp_size: number of ranks.
+        moe_split: "experts": each rank holds whole experts, and roundings are those of one rank;
+            "width": each holds a slice of every expert, and ranks always have equal work.
+    """
+
+    tp_size: int
+    moe_split: Literal["experts", "width"]
+
+
+@dataclass(frozen=True, slots=True)
 class StateOptions:
     """How much state an engine holds.
 
@@ -55,6 +69,7 @@ class StepInputs:
         position: int32 [1], absolute position of row 0.
         num_tokens: int32 [1], rows that are real; the others write no state.
         slot: int32 [1], the session's slot.
+        rank: int32 [1], which of the ranks this is.
         page_table: int32 [pages_per_session].
         temperature: float32 [1]; 0 is greedy.
         top_k: int32 [1]; 0 is off.
@@ -67,6 +82,7 @@ class StepInputs:
     position: Tensor
     num_tokens: Tensor
     slot: Tensor
+    rank: Tensor
     page_table: Tensor
     temperature: Tensor
     top_k: Tensor
@@ -120,6 +136,10 @@ class TextModel(Protocol):
         """Every state buffer, in module order."""
         ...
 
+    def row_parallel_weights(self) -> frozenset[str]:
+        """Parameters that ranks share along the dimension that their operator sums over."""
+        ...
+
 
 class ModelConfig(Protocol):
     """What the builder reads of any model's configuration."""
@@ -159,8 +179,8 @@ class ModelConfig(Protocol):
         """Dtype that the configuration names, if any."""
         ...
 
-    def check_tp_size(self, tp_size: int) -> None:
-        """Raise ConfigError if the model cannot be split over so many ranks."""
+    def check_sharding(self, sharding: Sharding) -> None:
+        """Raise ConfigError if ranks cannot share the model like this."""
         ...
 
 
@@ -170,14 +190,14 @@ class Definition:
 
     Attributes:
         parse_config: reads a checkpoint's config.json; raises ConfigError.
-        build_module: makes the module of one rank on the meta device from (config, tp_size, dtype,
+        build_module: makes the module of one rank on the meta device from (config, sharding, dtype,
             state options, whether the step wants the last row only).
         weight_sources: maps every parameter name of the module to its place in the checkpoint,
-            from (config, tensor names of the checkpoint, rank, tp_size).
+            from (config, tensor names of the checkpoint, rank, sharding).
         ignored: whether a checkpoint tensor is known and belongs to a part that is not built.
     """
 
     parse_config: Callable[[Mapping[str, Any]], Any]
-    build_module: Callable[[Any, int, torch.dtype, StateOptions, bool], nn.Module]
-    weight_sources: Callable[[Any, frozenset[str], int, int], dict[str, WeightSource]]
+    build_module: Callable[[Any, Sharding, torch.dtype, StateOptions, bool], nn.Module]
+    weight_sources: Callable[[Any, frozenset[str], int, Sharding], dict[str, WeightSource]]
     ignored: Callable[[str], bool]

@@ -6,16 +6,17 @@ per token and narrow, so on a GPU it is one kernel that a rank's partial sums go
 projection's inputs come out of.
 """
 
+import torch
 from torch.fx import Node
 
 from inkrt.builder.rewrite import (
+    are_users_after,
     arguments,
     calls,
     insert_call,
     insert_getitem,
     insert_select,
     is_call,
-    users_behind_views,
 )
 from inkrt.builder.trace import StepGraph
 
@@ -23,37 +24,70 @@ from inkrt.builder.trace import StepGraph
 def fuse_allreduce_conv_mix(graph: StepGraph) -> StepGraph:
     """Fuse from every short convolution whose result joins a residual stream that is mixed next."""
     for conv in calls(graph.module.graph, "short_conv"):
-        users = list(conv.users)
-        if len(users) != 1 or not is_call(users[0], "residual_add"):
+        add = _add_of(conv, graph.tp_size)
+        if add is None:
             continue
-        mix = _mix_of(users[0])
-        if mix is not None:
-            _fuse(graph, conv, users[0], mix)
+        for mix in add.users:
+            norms = _norms_of(mix, add, conv.meta["val"].dtype)
+            if norms is not None:
+                _fuse(graph, conv, add, mix, norms)
+                break
+    graph.module.graph.eliminate_dead_code()
     return graph
 
 
-def _mix_of(add: Node) -> Node | None:
-    """The mixture whose last source is this residual and whose outputs go to norms only."""
-    for user in add.users:
-        if not is_call(user, "residual_mix"):
-            continue
-        sources = arguments(user)["sources"]
-        is_last = sources[-1] is add and add not in sources[:-1]
-        if is_last and all(is_call(norm, "rms_norm") for norm in users_behind_views(user)):
-            return user
-    return None
+def _add_of(conv: Node, tp_size: int) -> Node | None:
+    """The one reader of a convolution, if it adds it to the residual stream.
+
+    The convolution moves to the mixture, so nothing else may read its state. On several ranks its
+    input must be a sum that is reduced for it alone.
+    """
+    args = arguments(conv)
+    if len(args["state"].users) != 1 or len(conv.users) != 1:
+        return None
+    if tp_size > 1 and not (is_call(args["x"], "all_reduce") and len(args["x"].users) == 1):
+        return None
+    (add,) = conv.users
+    is_update = is_call(add, "residual_add") and arguments(add)["residual"] is not conv
+    return add if is_update else None
 
 
-def _fuse(graph: StepGraph, conv: Node, add: Node, mix: Node) -> None:
+def _norms_of(mix: Node, add: Node, dtype: torch.dtype) -> list[Node] | None:
+    """The norms of a mixture's outputs in the order of its queries, if it can be fused with `add`.
+
+    The residual must be the last source, and each output must be read by a norm and nothing else.
+    """
+    if not is_call(mix, "residual_mix") or not are_users_after(add, mix):
+        return None
+    sources = arguments(mix)["sources"]
+    if sources[-1] is not add or add in sources[:-1]:
+        return None
+    norm_of: dict[int, Node] = {}
+    for select in mix.users:
+        if select.target is not torch.ops.aten.select.int or len(select.users) != 1:
+            return None
+        (norm,) = select.users
+        if not is_call(norm, "rms_norm") or arguments(select)["dim"] != 0:
+            return None
+        norm_of[arguments(select)["index"]] = norm
+    num_queries = len(mix.meta["val"])
+    if len(mix.users) != num_queries or set(norm_of) != set(range(num_queries)):
+        return None
+    norms = [norm_of[index] for index in range(num_queries)]
+    args = [arguments(norm) for norm in norms]
+    is_uniform = all(
+        x["weight"] is not None and x["dtype"] == dtype and x["eps"] == args[0]["eps"] for x in args
+    )
+    return norms if is_uniform else None
+
+
+def _fuse(graph: StepGraph, conv: Node, add: Node, mix: Node, norms: list[Node]) -> None:
     conv_args, add_args, mix_args = arguments(conv), arguments(add), arguments(mix)
     partial = conv_args["x"]
-    tp_size = 1
-    if is_call(partial, "all_reduce"):
-        partial, tp_size = arguments(partial)["x"], graph.tp_size
-    # One select and one norm per query, in the order of the queries.
-    selects = sorted(mix.users, key=lambda select: arguments(select)["index"])
-    norms = [next(iter(select.users)) for select in selects]
+    if graph.tp_size > 1:
+        partial = arguments(partial)["x"]
     norm_args = [arguments(norm) for norm in norms]
+    selects = [args["x"] for args in norm_args]
     fused = insert_call(
         mix,
         "allreduce_conv_mix",
@@ -72,7 +106,7 @@ def _fuse(graph: StepGraph, conv: Node, add: Node, mix: Node) -> None:
             "norm_eps": norm_args[0]["eps"],
             "residual_dtype": add_args["dtype"],
             "dtype": norm_args[0]["dtype"],
-            "tp_size": tp_size,
+            "tp_size": graph.tp_size,
         },
         conv,
     )

@@ -4,7 +4,12 @@ The fused operator never has to write the logits of all ranks before it chooses;
 exchanges what the choice needs.
 """
 
+from typing import Any
+
+from torch.fx import Node
+
 from inkrt.builder.rewrite import (
+    are_users_after,
     arguments,
     behind_views,
     calls,
@@ -23,15 +28,12 @@ def fuse_lm_head_sample(graph: StepGraph) -> StepGraph:
     for node in calls(graph.module.graph, "sample"):
         sample = arguments(node)
         softcap_node = sample["logits"]
-        if not is_call(softcap_node, "softcap"):
+        if not is_call(softcap_node, "softcap") or not are_users_after(softcap_node, node):
             continue
         softcap = arguments(softcap_node)
-        head_node = behind_views(softcap["x"])
-        if is_call(head_node, "all_gather"):
-            head_node = arguments(head_node)["x"]
-        if not is_call(head_node, "linear"):
+        head = _head_of(softcap["x"], graph.tp_size)
+        if head is None:
             continue
-        head = arguments(head_node)
         fused = insert_call(
             node,
             "lm_head_sample",
@@ -50,4 +52,24 @@ def fuse_lm_head_sample(graph: StepGraph) -> StepGraph:
             insert_getitem(fused, 1),
             delete_user_cb=lambda user: user is not node,  # noqa: B023
         )
+    graph.module.graph.eliminate_dead_code()
     return graph
+
+
+def _head_of(logits: Node, tp_size: int) -> dict[str, Any] | None:
+    """Arguments of the projection whose first columns, of all ranks, are `logits`."""
+    node = behind_views(logits)
+    whole, crop = node.meta["val"], logits.meta["val"]
+    is_crop = (
+        crop.dim() == 2
+        and len(crop) == len(whole)
+        and crop.stride() == whole.stride()
+        and crop.storage_offset() == whole.storage_offset()
+    )
+    if tp_size > 1:
+        if not is_call(node, "all_gather"):
+            return None
+        node = arguments(node)["x"]
+    if not is_crop or not is_call(node, "linear") or arguments(node)["partial"]:
+        return None
+    return arguments(node)

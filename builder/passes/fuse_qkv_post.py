@@ -6,11 +6,13 @@ the write before the attention that the definition puts it behind; this is legal
 own positions share no ring row with a position that its queries look back to.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
 
 from inkrt.builder.rewrite import (
+    are_users_after,
     arguments,
     behind_views,
     calls,
@@ -18,19 +20,41 @@ from inkrt.builder.rewrite import (
     insert_call,
     insert_getitem,
     is_call,
+    is_reshape,
     shape_of,
 )
 from inkrt.builder.trace import StepGraph
 
+_STEP = ("position", "num_tokens", "slot")
+
+
+@dataclass(frozen=True, slots=True)
+class _Clip:
+    """[log_scale of] l2_clip of the heads of rows; a floor of 0 for no log_scale."""
+
+    rows: Node
+    scale: Node | None
+    threshold: float
+    n_floor: int
+    alpha: float
+    position: Node | None
+
+
+@dataclass(frozen=True, slots=True)
+class _ConvNorm:
+    """l2_clip or rms_norm of the heads of a convolution: their arguments and the convolution."""
+
+    norm: dict[str, Any]
+    conv: dict[str, Any]
+    node: Node
+
 
 def fuse_qkv_post(graph: StepGraph) -> StepGraph:
     """Fuse the chains into every `relative_attention` call where the write may move ahead."""
-    writes = {arguments(node)["k_cache"]: node for node in calls(graph.module.graph, "kv_write")}
     for node in calls(graph.module.graph, "relative_attention"):
-        attention = arguments(node)
-        write = writes.get(attention["k_cache"])
-        if write is not None and _may_write_first(attention):
-            _fuse(node, attention, write)
+        write, chains = _write_of(node), _chains_of(node)
+        if write is not None and chains is not None and _may_write_first(arguments(node)):
+            _fuse(node, write, *chains)
     return graph
 
 
@@ -41,41 +65,115 @@ def _may_write_first(attention: dict[str, Any]) -> bool:
     return bool(num_tokens + attention["window"] - 1 <= ring)
 
 
-def _fuse(node: Node, attention: dict[str, Any], write: Node) -> None:
-    q, rel = _clip_chain(attention["q"]), _clip_chain(attention["rel"])
-    k = arguments(attention["k"])
-    v = arguments(attention["v"])
-    k_conv, v_conv = behind_views(k["x"]), behind_views(v["x"])
-    k_args, v_args = arguments(k_conv), arguments(v_conv)
-    is_dynamic = is_call(k_conv, "dynamic_short_conv")
+def _write_of(node: Node) -> Node | None:
+    """The write of an attention's keys and values, if nothing else touches their caches."""
+    attention = arguments(node)
+    writes = [user for user in attention["k_cache"].users if user is not node]
+    if len(writes) != 1 or not is_call(writes[0], "kv_write") or not node < writes[0]:
+        return None
+    (write,) = writes
+    is_same = all(value is attention[name] for name, value in arguments(write).items())
+    return write if is_same and set(attention["v_cache"].users) == {node, write} else None
+
+
+def _chains_of(node: Node) -> tuple[_Clip, _ConvNorm, _ConvNorm, _Clip] | None:
+    """What has to happen to q, k, v and rel before attention, if it is what qkv_post does."""
+    attention = arguments(node)
+    if not all(are_users_after(attention[name], node) for name in ("q", "k", "v", "rel")):
+        return None
+    q, rel = _clip_of(attention["q"]), _clip_of(attention["rel"])
+    k, v = _conv_norm_of(attention["k"], "l2_clip"), _conv_norm_of(attention["v"], "rms_norm")
+    if q is None or rel is None or k is None or v is None:
+        return None
+    is_fit = (
+        (q.n_floor, q.alpha, q.position) == (rel.n_floor, rel.alpha, rel.position)
+        and q.position in (None, attention["position"])
+        and q.scale is not None
+        and rel.scale is not None
+        and k.norm["scale"] is None
+        and k.norm["threshold"] == q.threshold
+        and v.norm["weight"] is None
+        and v.norm["dtype"] == v.node.meta["val"].dtype
+        and k.node.target is v.node.target
+        and all(chain.conv[name] is attention[name] for chain in (k, v) for name in _STEP)
+    )
+    return (q, k, v, rel) if is_fit else None
+
+
+def _clip_of(value: Node) -> _Clip | None:
+    n_floor, alpha, position = 0, 0.0, None
+    if is_call(value, "log_scale"):
+        log_scale = arguments(value)
+        n_floor, alpha = log_scale["n_floor"], log_scale["alpha"]
+        value, position = log_scale["x"], log_scale["position"]
+    if not is_call(value, "l2_clip"):
+        return None
+    clip = arguments(value)
+    rows = _rows_of(clip["x"])
+    if rows is None:
+        return None
+    return _Clip(rows, clip["scale"], clip["threshold"], n_floor, alpha, position)
+
+
+def _conv_norm_of(value: Node, norm: str) -> _ConvNorm | None:
+    """The chain that ends in `value`, if nothing else reads what is between, or the state.
+
+    The convolution moves to the attention: a second reader would see the state written too early.
+    """
+    if not is_call(value, norm):
+        return None
+    args = arguments(value)
+    heads, conv = args["x"], _rows_of(args["x"])
+    if not (is_call(conv, "short_conv") or is_call(conv, "dynamic_short_conv")):
+        return None
+    assert conv is not None
+    is_alone = list(conv.users) == [heads] and list(heads.users) == [value]
+    conv_args = arguments(conv)
+    return (
+        _ConvNorm(args, conv_args, conv)
+        if is_alone and len(conv_args["state"].users) == 1
+        else None
+    )
+
+
+def _rows_of(heads: Node) -> Node | None:
+    """The rows [T, n * d] that `heads` [T, n, d] is a plain view of."""
+    rows = behind_views(heads)
+    is_view = rows is not heads and shape_of(rows)[0] == shape_of(heads)[0]
+    return rows if is_view and len(shape_of(rows)) == 2 and is_reshape(heads, rows) else None
+
+
+def _fuse(node: Node, write: Node, q: _Clip, k: _ConvNorm, v: _ConvNorm, rel: _Clip) -> None:
+    attention = arguments(node)
+    is_dynamic = is_call(k.node, "dynamic_short_conv")
     conv_weight = "static_weight" if is_dynamic else "weight"
     fused = insert_call(
         node,
         "qkv_post",
         {
-            "q": q["x"],
-            "k": k_args["x"],
-            "v": v_args["x"],
-            "rel": rel["x"],
-            "q_scale": q["scale"],
-            "rel_scale": rel["scale"],
-            "k_conv_weight": k_args[conv_weight],
-            "v_conv_weight": v_args[conv_weight],
-            "k_dynamic": k_args.get("dynamic_weight"),
-            "v_dynamic": v_args.get("dynamic_weight"),
-            "k_conv_state": k_args["state"],
-            "v_conv_state": v_args["state"],
+            "q": q.rows,
+            "k": k.conv["x"],
+            "v": v.conv["x"],
+            "rel": rel.rows,
+            "q_scale": q.scale,
+            "rel_scale": rel.scale,
+            "k_conv_weight": k.conv[conv_weight],
+            "v_conv_weight": v.conv[conv_weight],
+            "k_dynamic": k.conv.get("dynamic_weight"),
+            "v_dynamic": v.conv.get("dynamic_weight"),
+            "k_conv_state": k.conv["state"],
+            "v_conv_state": v.conv["state"],
             "k_cache": attention["k_cache"],
             "v_cache": attention["v_cache"],
             "page_table": attention["page_table"],
             "position": attention["position"],
             "num_tokens": attention["num_tokens"],
             "slot": attention["slot"],
-            "qk_threshold": q["threshold"],
-            "rel_threshold": rel["threshold"],
-            "log_n_floor": q["n_floor"],
-            "log_alpha": q["alpha"],
-            "eps": v["eps"],
+            "qk_threshold": q.threshold,
+            "rel_threshold": rel.threshold,
+            "log_n_floor": q.n_floor,
+            "log_alpha": q.alpha,
+            "eps": v.norm["eps"],
         },
         node,
     )
@@ -83,23 +181,7 @@ def _fuse(node: Node, attention: dict[str, Any], write: Node) -> None:
         attention[name].replace_all_uses_with(insert_getitem(fused, index))
     # The old chains end in operators that write state, which dead code elimination keeps.
     erase([write])
-    node.graph.eliminate_dead_code(is_impure_node=lambda other: _is_kept(other, (k_conv, v_conv)))
-
-
-def _clip_chain(value: Node) -> dict[str, Any]:
-    """Arguments of [log_scale of] l2_clip of a view of a projection, with the projection as x."""
-    chain: dict[str, Any] = {"n_floor": 0, "alpha": 0.0}
-    if is_call(value, "log_scale"):
-        log_scale = arguments(value)
-        chain = {"n_floor": log_scale["n_floor"], "alpha": log_scale["alpha"]}
-        value = log_scale["x"]
-    clip = arguments(value)
-    return chain | {
-        "x": behind_views(clip["x"]),
-        "scale": clip["scale"],
-        "threshold": clip["threshold"],
-    }
-
-
-def _is_kept(node: Node, replaced: tuple[Node, ...]) -> bool:
-    return node not in replaced and node.is_impure()
+    replaced = (k.node, v.node)
+    node.graph.eliminate_dead_code(
+        is_impure_node=lambda other: other not in replaced and other.is_impure()
+    )

@@ -14,7 +14,7 @@ from inkrt.engines.interface import StateOptions, StepInputs, ring_tokens
 
 
 class Attention(nn.Module):
-    """One attention layer; its output is a float32 partial sum where there are several ranks."""
+    """One attention layer."""
 
     def __init__(
         self,
@@ -29,7 +29,6 @@ class Attention(nn.Module):
         self.config = config
         self.shape = shape
         self.is_sliding = config.is_sliding[layer]
-        self.is_partial = tp_size > 1
         self.num_heads = shape.num_heads // tp_size
         self.num_kv_heads = shape.num_kv_heads // tp_size
         hidden, d_rel = config.hidden_size, config.d_rel
@@ -116,5 +115,5 @@ class Attention(nn.Module):
         )
         gate = ink.linear(x_q, self.wgate, False)
         gated = ink.sigmoid_gate(o_THd.view(num_tokens, -1), gate)
-        out_TD: Tensor = ink.linear(gated, self.wo, self.is_partial)
+        out_TD: Tensor = ink.linear(gated, self.wo, False)
         return out_TD

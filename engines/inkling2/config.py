@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from inkrt.engines.interface import Sharding
 from inkrt.errors import ConfigError
 
 # Published spelling first, accepted alias second.
@@ -71,14 +72,18 @@ class Inkling2Config:
         """Heads of layer `layer`."""
         return self.sliding if self.is_sliding[layer] else self.full
 
-    def check_tp_size(self, tp_size: int) -> None:
-        """Raise ConfigError unless every sharded dimension divides by `tp_size`."""
+    def check_sharding(self, sharding: Sharding) -> None:
+        """Raise ConfigError unless every dimension that ranks share divides by their number."""
+        tp_size = sharding.tp_size
+        is_by_expert = sharding.moe_split == "experts"
         for name, size in (
             ("num_attention_heads", self.full.num_heads),
             ("num_key_value_heads", self.full.num_kv_heads),
             ("swa_num_attention_heads", self.sliding.num_heads),
             ("swa_num_key_value_heads", self.sliding.num_kv_heads),
-            ("moe_intermediate_size", self.moe_intermediate_size),
+            ("n_routed_experts", self.n_routed_experts)
+            if is_by_expert
+            else ("moe_intermediate_size", self.moe_intermediate_size),
         ):
             if size % tp_size:
                 raise ConfigError(

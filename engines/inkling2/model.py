@@ -6,9 +6,9 @@ key/value heads, d head dimension, r relative width, E experts, F expert width, 
 convolution taps, R ring positions. All are this rank's share unless said otherwise; only h, the
 residual blocks and norms have the full width D on every rank.
 
-Every state buffer is indexed by absolute position. Calls are operators of ours or view operations;
-a row-parallel projection gives float32 partial sums (`partial`) where there are several ranks, and
-the builder places the collectives.
+Every state buffer is indexed by absolute position. Calls are operators of ours or view operations.
+The definition only says which weights are split along the dimension that is summed over; the
+builder makes those operators give partial sums and places the collectives.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from inkrt.engines.inkling2.attention import Attention
 from inkrt.engines.inkling2.config import Inkling2Config
 from inkrt.engines.inkling2.parts import ShortConv, ink, parameter
-from inkrt.engines.interface import StateBuffer, StateOptions, StepInputs
+from inkrt.engines.interface import Sharding, StateBuffer, StateOptions, StepInputs
 
 # Epsilon of the norms inside the residual mix: the reference's constant, not rms_norm_eps.
 MIX_EPS = 1e-6
@@ -26,18 +26,21 @@ MIX_EPS = 1e-6
 class Experts(nn.Module):
     """Sigmoid router with a selection bias and softcapped SwiGLU experts."""
 
-    def __init__(self, config: Inkling2Config, tp_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, config: Inkling2Config, sharding: Sharding, dtype: torch.dtype) -> None:
         super().__init__()
-        num_experts, width = config.n_routed_experts, config.moe_intermediate_size // tp_size
+        num_experts, width = config.n_routed_experts, config.moe_intermediate_size
         self.config = config
-        self.is_partial = tp_size > 1
+        self.is_split_by_expert = sharding.tp_size > 1 and sharding.moe_split == "experts"
+        num_own = num_experts // sharding.tp_size if self.is_split_by_expert else num_experts
+        if not self.is_split_by_expert:
+            width //= sharding.tp_size
         self.router = parameter(num_experts, config.hidden_size, dtype=torch.float32)
         self.router_bias = parameter(num_experts, dtype=torch.float32)
-        self.gate_up = parameter(num_experts, 2 * width, config.hidden_size, dtype=dtype)
-        self.down = parameter(num_experts, config.hidden_size, width, dtype=dtype)
+        self.gate_up = parameter(num_own, 2 * width, config.hidden_size, dtype=dtype)
+        self.down = parameter(num_own, config.hidden_size, width, dtype=dtype)
 
-    def forward(self, z_TD: Tensor) -> Tensor:
-        """[T, D] to [T, D]; float32 partial sums where there are several ranks."""
+    def forward(self, z_TD: Tensor, step: StepInputs) -> Tensor:
+        """[T, D] to [T, D]."""
         config = self.config
         weights_TE, experts_TE = ink.router(
             z_TD, self.router, self.router_bias, config.num_experts_per_tok, config.route_scale
@@ -48,9 +51,10 @@ class Experts(nn.Module):
             experts_TE,
             self.gate_up,
             self.down,
+            step.rank if self.is_split_by_expert else None,
             config.mlp_gate_softcap,
             config.mlp_up_softcap,
-            self.is_partial,
+            False,
         )
         return out_TD
 
@@ -93,7 +97,7 @@ class Layer(nn.Module):
         self,
         config: Inkling2Config,
         layer: int,
-        tp_size: int,
+        sharding: Sharding,
         dtype: torch.dtype,
         state: StateOptions,
     ) -> None:
@@ -103,10 +107,10 @@ class Layer(nn.Module):
         self.starts_block = layer % config.n_layers_per_attn_res_block == 0
         self.dtype = dtype
         self.attn_input = MixedInput(hidden, num_queries, eps, dtype, has_mix=layer > 0)
-        self.attn = Attention(config, layer, tp_size, dtype, state)
+        self.attn = Attention(config, layer, sharding.tp_size, dtype, state)
         self.attn_conv = ShortConv(hidden, config.conv_kernel_size, dtype, state)
         self.mlp_input = MixedInput(hidden, 1, eps, dtype, has_mix=True)
-        self.mlp = Experts(config, tp_size, dtype)
+        self.mlp = Experts(config, sharding, dtype)
         self.mlp_conv = ShortConv(hidden, config.conv_kernel_size, dtype, state)
 
     def forward(
@@ -124,7 +128,7 @@ class Layer(nn.Module):
         else:
             y_TD = ink.residual_add(h_TD, o_TD, torch.float32)
         (z_TD,) = self.mlp_input(blocks, y_TD)
-        m_TD = self.mlp_conv(self.mlp(z_TD), step)
+        m_TD = self.mlp_conv(self.mlp(z_TD, step), step)
         return ink.residual_add(y_TD, m_TD, self.dtype), blocks
 
 
@@ -134,26 +138,33 @@ class Inkling2(nn.Module):
     def __init__(
         self,
         config: Inkling2Config,
-        tp_size: int,
+        sharding: Sharding,
         dtype: torch.dtype,
         state: StateOptions,
         last_row_only: bool,
     ) -> None:
         super().__init__()
         self.config = config
-        self.tp_size = tp_size
+        self.tp_size = sharding.tp_size
         self.dtype = dtype
         self.last_row_only = last_row_only
         self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         self.embed_norm = parameter(config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(
-            Layer(config, layer, tp_size, dtype, state) for layer in range(config.num_hidden_layers)
+            Layer(config, layer, sharding, dtype, state)
+            for layer in range(config.num_hidden_layers)
         )
         self.output_input = MixedInput(
             config.hidden_size, 1, config.rms_norm_eps, dtype, has_mix=True
         )
-        shard = -(-config.unpadded_vocab_size // tp_size)
+        shard = -(-config.unpadded_vocab_size // self.tp_size)
         self.unembed = parameter(shard, config.hidden_size, dtype=dtype)
+
+    def row_parallel_weights(self) -> frozenset[str]:
+        """Parameters that ranks share along the dimension summed over."""
+        return frozenset(
+            name for name, _ in self.named_parameters() if name.endswith((".attn.wo", ".mlp.down"))
+        )
 
     def state_buffers(self) -> list[StateBuffer]:
         """Every state buffer, in module order."""
@@ -174,6 +185,7 @@ class Inkling2(nn.Module):
         position: Tensor,
         num_tokens: Tensor,
         slot: Tensor,
+        rank: Tensor,
         page_table: Tensor,
         temperature: Tensor,
         top_k: Tensor,
@@ -186,7 +198,17 @@ class Inkling2(nn.Module):
         R is T, or 1 with `last_row_only`.
         """
         step = StepInputs(
-            tokens, position, num_tokens, slot, page_table, temperature, top_k, top_p, min_p, seed
+            tokens,
+            position,
+            num_tokens,
+            slot,
+            rank,
+            page_table,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
         )
         embedded_TD = ink.embedding(tokens, self.embed)
         h_TD = ink.rms_norm(embedded_TD, self.embed_norm, self.config.rms_norm_eps, self.dtype)

@@ -9,7 +9,7 @@ rows of the vocabulary projection (padded there, cropped here).
 from dataclasses import dataclass
 
 from inkrt.engines.inkling2.config import Inkling2Config
-from inkrt.engines.interface import Part, WeightSource
+from inkrt.engines.interface import Part, Sharding, WeightSource
 from inkrt.errors import CheckpointError
 
 _PUBLISHER_ROOT = "model.llm."
@@ -40,7 +40,7 @@ def is_ignored(name: str) -> bool:
 
 
 def weight_sources(
-    config: Inkling2Config, names: frozenset[str], rank: int, tp_size: int
+    config: Inkling2Config, names: frozenset[str], rank: int, sharding: Sharding
 ) -> dict[str, WeightSource]:
     """Map every parameter of `Inkling2` on `rank` to its place in a checkpoint with these tensors.
 
@@ -58,7 +58,7 @@ def weight_sources(
             "the checkpoint has no Inkling-2 text model: neither model.llm.* nor "
             "model.language_model.* nor model.layers.* tensors"
         )
-    return _Map(config, spelling, rank, tp_size).sources()
+    return _Map(config, spelling, rank, sharding).sources()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,13 @@ class _Map:
     """Builds the sources of one rank."""
 
     def __init__(
-        self, config: Inkling2Config, spelling: _Spelling, rank: int, tp_size: int
+        self, config: Inkling2Config, spelling: _Spelling, rank: int, sharding: Sharding
     ) -> None:
         self.config = config
         self.spell = spelling
         self.rank = rank
-        self.tp_size = tp_size
+        self.tp_size = sharding.tp_size
+        self.is_split_by_expert = sharding.moe_split == "experts"
 
     def sources(self) -> dict[str, WeightSource]:
         config, spell = self.config, self.spell
@@ -190,9 +191,14 @@ class _Map:
         bias = spell.in_layer(layer, ("mlp.gate.bias", "mlp.gate.e_score_correction_bias"))
         gate_up = spell.in_layer(layer, ("mlp.experts.w13_weight", "mlp.experts.gate_up_proj"))
         down = spell.in_layer(layer, ("mlp.experts.w2_weight", "mlp.experts.down_proj"))
-        share = width // self.tp_size
-        first, last = self.rank * share, (self.rank + 1) * share
-        every = slice(None)
+        every, own = slice(None), slice(None)
+        first, last = 0, width
+        if self.is_split_by_expert:
+            share = num_experts // self.tp_size
+            own = slice(self.rank * share, (self.rank + 1) * share)
+        else:
+            share = width // self.tp_size
+            first, last = self.rank * share, (self.rank + 1) * share
         if spell.is_publisher:  # rows g0, u0, g1, u1, ...
             rows = (slice(2 * first, 2 * last, 2), slice(2 * first + 1, 2 * last, 2))
         else:
@@ -202,9 +208,11 @@ class _Map:
             "mlp.router": self.whole(router, (num_experts, hidden)),
             "mlp.router_bias": self.whole(bias, (num_experts,)),
             "mlp.gate_up": WeightSource(
-                tuple(Part(gate_up, shape, (every, part, every)) for part in rows), dim=1
+                tuple(Part(gate_up, shape, (own, part, every)) for part in rows), dim=1
             ),
-            "mlp.down": self.shard(down, (num_experts, hidden, width), 2),
+            "mlp.down": self.shard(
+                down, (num_experts, hidden, width), 0 if self.is_split_by_expert else 2
+            ),
         }
 
     def unembed(self) -> WeightSource:

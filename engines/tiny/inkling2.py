@@ -31,7 +31,7 @@ WINDOW = 22
 REL_DIM = 4
 REL_EXTENT = 37
 CONV_TAPS = 4
-NUM_EXPERTS = 10
+NUM_EXPERTS = 12
 EXPERT_WIDTH = 20
 PADDED_VOCAB = 512
 
@@ -265,7 +265,7 @@ def _attention(layer: int) -> Iterator[RandomTensor]:
     yield _linear(prefix + "wk_dv.weight", kv_width, HIDDEN, 1.5)
     yield _linear(prefix + "wv_dv.weight", kv_width, HIDDEN)
     yield _linear(prefix + "wr_du.weight", NUM_HEADS * REL_DIM, HIDDEN, 0.5)
-    yield _linear(prefix + "gate_attn.weight", q_width, HIDDEN)
+    yield _linear(prefix + "gate_attn.weight", q_width, HIDDEN, 0.5)
     yield _linear(prefix + "attn_sink_proj.weight", NUM_HEADS, HIDDEN)
     yield _linear(prefix + "wo_ud.weight", HIDDEN, q_width, 6.0)
     yield RandomTensor(prefix + "q_l2_clip.scale", (NUM_HEADS, HEAD_DIM), 0.2, mean=1.0)
@@ -287,7 +287,7 @@ def _experts(layer: int) -> Iterator[RandomTensor]:
     yield _linear(prefix + "gate.weight", NUM_EXPERTS, HIDDEN, 1.5)
     yield RandomTensor(prefix + "gate.bias", (NUM_EXPERTS,), 0.25, float32=True)
     w13, w2 = (NUM_EXPERTS, 2 * EXPERT_WIDTH, HIDDEN), (NUM_EXPERTS, HIDDEN, EXPERT_WIDTH)
-    yield RandomTensor(prefix + "experts.w13_weight", w13, HIDDEN**-0.5)
+    yield RandomTensor(prefix + "experts.w13_weight", w13, 0.5 * HIDDEN**-0.5)
     yield RandomTensor(prefix + "experts.w2_weight", w2, 0.5 * EXPERT_WIDTH**-0.5)
     yield RandomTensor(f"{_LLM}layers.{layer}.mlp_sconv.weight", (HIDDEN, 1, CONV_TAPS), 0.5)
 

@@ -64,8 +64,8 @@ class CpuExecutor:
         plan = bound.plan
         count = len(step_input.tokens)
         assert 1 <= count <= plan.num_tokens, f"{count} tokens in step {step}"
-        for tensors in bound.tensors:
-            for name, value in _input_values(step_input).items():
+        for rank, tensors in enumerate(bound.tensors):
+            for name, value in _input_values(step_input, rank).items():
                 # Unused rows and pages keep harmless zeros.
                 tensor = tensors[plan.inputs[name]]
                 tensor.zero_()
@@ -184,13 +184,14 @@ def _arguments(launch: Launch, tensors: list[Tensor]) -> dict[str, Any]:
     return {name: value(argument) for name, argument in launch.args.items()}
 
 
-def _input_values(step_input: StepInput) -> dict[str, list[int] | list[float]]:
+def _input_values(step_input: StepInput, rank: int) -> dict[str, list[int] | list[float]]:
     sampling = step_input.sampling
     return {
         "tokens": list(step_input.tokens),
         "position": [step_input.position],
         "num_tokens": [len(step_input.tokens)],
         "slot": [step_input.slot],
+        "rank": [rank],
         "page_table": list(step_input.pages),
         "temperature": [sampling.temperature],
         "top_k": [sampling.top_k],

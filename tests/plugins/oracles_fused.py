@@ -37,14 +37,18 @@ def experts(
     expert_ids: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    rank: Tensor | None,
     gate_softcap: float,
     up_softcap: float,
     partial: bool,
 ) -> Result:
-    num_hidden = down.shape[2]
+    num_own, _, num_hidden = down.shape
+    first = 0 if rank is None else int(rank) * num_own
     out = torch.zeros_like(x)
     for t in range(x.shape[0]):
-        for w, e in zip(routing_weights[t], expert_ids[t].tolist(), strict=True):
+        for w, e in zip(routing_weights[t], (expert_ids[t] - first).tolist(), strict=True):
+            if not 0 <= e < num_own:
+                continue
             gate = gate_up[e, :num_hidden] @ x[t]
             up = gate_up[e, num_hidden:] @ x[t]
             capped = gate_softcap * torch.tanh(gate / gate_softcap) / (1 + torch.exp(-gate))
@@ -58,6 +62,7 @@ def moe(
     router_bias: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    rank: Tensor | None,
     top_k: int,
     route_scale: float,
     gate_softcap: float,
@@ -65,7 +70,7 @@ def moe(
     partial: bool,
 ) -> Result:
     (weights, ids), _ = router(x, router_weight, router_bias, top_k, route_scale)
-    return experts(x, weights, ids, gate_up, down, gate_softcap, up_softcap, partial)
+    return experts(x, weights, ids, gate_up, down, rank, gate_softcap, up_softcap, partial)
 
 
 def all_reduce(x: Tensor, dtype: torch.dtype, tp_size: int) -> Result:

@@ -20,11 +20,11 @@ OPS: dict[str, Callable[..., Any]] = {name: plugin.op for name, plugin in plugin
 
 
 def _moe(
-    x, router_weight, router_bias, gate_up, down, top_k, route_scale, gate_softcap, up_softcap,
+    x, router_weight, router_bias, gate_up, down, rank, top_k, route_scale, gate_softcap, up_softcap,
     partial,
 ):  # fmt: skip
     weights, ids = OPS["router"](x, router_weight, router_bias, top_k, route_scale)
-    return OPS["experts"](x, weights, ids, gate_up, down, gate_softcap, up_softcap, partial)
+    return OPS["experts"](x, weights, ids, gate_up, down, rank, gate_softcap, up_softcap, partial)
 
 
 def _lm_head_sample(
@@ -172,37 +172,51 @@ def test_all_gather_joins_in_rank_order(dtype: torch.dtype, tp_size: int):
 @num_ranks
 @dtypes
 @widths
-def test_sharded_experts_add_up_to_the_whole(num_rows: int, dtype: torch.dtype, tp_size: int):
+@pytest.mark.parametrize("moe_split", ["experts", "width"])
+def test_sharded_experts_add_up_to_the_whole(
+    moe_split: str, num_rows: int, dtype: torch.dtype, tp_size: int
+):
     generator = _generator()
-    width, num_hidden, num_experts = 40, 24, 6
+    width, num_hidden, num_experts = 40, 24, 12
     whole: Arguments = {
         "x": normal(generator, dtype, num_rows, width),
         "router_weight": normal(generator, torch.float32, num_experts, width, scale=0.2),
         "router_bias": normal(generator, torch.float32, num_experts, scale=0.1),
         "gate_up": normal(generator, dtype, num_experts, 2 * num_hidden, width, scale=0.2),
         "down": normal(generator, dtype, num_experts, width, num_hidden, scale=0.2),
+        "rank": None,
         "top_k": 3,
         "route_scale": 8.0,
         "gate_softcap": 4.0,
         "up_softcap": 25.0,
         "partial": True,
     }
-    gates, ups = whole["gate_up"].chunk(2, dim=1)
-    parts = [
-        OPS["moe"](**{**whole, "gate_up": torch.cat([gate, up], dim=1), "down": down})
-        for gate, up, down in zip(
-            gates.chunk(tp_size, dim=1),
-            ups.chunk(tp_size, dim=1),
-            whole["down"].chunk(tp_size, dim=2),
-            strict=True,
-        )
-    ]
+    if moe_split == "experts":
+        shares = [
+            {"gate_up": gate_up, "down": down, "rank": int32(rank)}
+            for rank, (gate_up, down) in enumerate(
+                zip(whole["gate_up"].chunk(tp_size), whole["down"].chunk(tp_size), strict=True)
+            )
+        ]
+    else:
+        gates, ups = (half.chunk(tp_size, dim=1) for half in whole["gate_up"].chunk(2, dim=1))
+        downs = whole["down"].chunk(tp_size, dim=2)
+        shares = [
+            {"gate_up": torch.cat([gate, up], dim=1), "down": down}
+            for gate, up, down in zip(gates, ups, downs, strict=True)
+        ]
+    parts = [OPS["moe"](**whole | share) for share in shares]
     assert all(part.dtype == torch.float32 for part in parts)
     ranks = [{"x": part, "dtype": torch.float32, "tp_size": tp_size} for part in parts]
     (exact,), _ = ORACLES_FUSED["moe"](**{name: to_float64(a) for name, a in whole.items()})
     bound = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
     for result in _run_ranks("all_reduce", ranks):
         assert _relative_error(result, exact) <= bound
+        if moe_split == "experts":  # the roundings of a single rank, other orders of addition
+            single = OPS["moe"](**whole | {"partial": False})
+            near = {torch.float32: 1e-6, torch.bfloat16: 1e-7}[dtype]
+            rounded = result.to(dtype)
+            assert _relative_error(rounded, single) <= near
 
 
 @num_ranks

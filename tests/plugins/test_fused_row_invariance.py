@@ -32,6 +32,7 @@ def _expert_weights(dtype: torch.dtype, g: torch.Generator) -> Arguments:
     return {
         "gate_up": normal(g, dtype, 5, 2 * 71, 203, scale=0.1),
         "down": normal(g, dtype, 5, 203, 71, scale=0.1),
+        "rank": None,
         "gate_softcap": 4.0,
         "up_softcap": 25.0,
     }

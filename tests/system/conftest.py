@@ -25,7 +25,7 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     @cache
     def make(dtype: str, num_layers: int = 14) -> Path:
         folder = tmp_path_factory.mktemp("checkpoint") / dtype
-        write_checkpoint(folder, "inkling2", seed=1, dtype=dtype)
+        write_checkpoint(folder, seed=1, dtype=dtype)
         config = json.loads((folder / "config.json").read_text())
         text = config["text_config"]
         text["num_hidden_layers"] = num_layers

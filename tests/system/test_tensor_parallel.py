@@ -1,7 +1,7 @@
 """Engines of several ranks against one rank: same tokens, logits within the stated bound.
 
-The bound in bfloat16 is the one of `ink-verify`: on several ranks partial sums stay in float32 and
-expert outputs are not rounded before they are weighted, so single roundings fall differently.
+The bounds are those of `ink-verify`. On several ranks only orders of addition differ while ranks hold
+whole experts; slices of experts leave out a rounding too.
 """
 
 import numpy as np
@@ -40,4 +40,17 @@ def test_ranks_agree_with_a_single_rank(single, make_engine, tp_size):
     assert tokens_tp == tokens
     distances = [compare_logits(a, b) for a, b in zip(logits_tp, logits, strict=True)]
     assert max(distance.relative_error for distance in distances) <= BOUNDS[dtype]
-    assert not all(distance.same_bits for distance in distances)  # it did run other arithmetic
+
+
+def test_slices_of_experts_agree_with_a_single_rank(single, make_engine):
+    dtype, (tokens, logits) = single
+    folder = make_engine(dtype, max_verify_tokens=1, tp_size=2, moe_split="width")
+    tokens_tp, logits_tp = _generate(folder)
+    distances = [compare_logits(a, b) for a, b in zip(logits_tp, logits, strict=True)]
+    if dtype == "float32":
+        assert tokens_tp == tokens
+        assert max(distance.relative_error for distance in distances) <= BOUNDS[dtype]
+    else:  # an unrounded expert output moves every logit by about one bfloat16 rounding
+        assert distances[0].relative_error <= 3e-2
+    # It was other arithmetic: the test does not compare an engine with itself.
+    assert not any(distance.same_bits for distance in distances)
