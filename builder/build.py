@@ -17,8 +17,9 @@ from torch import nn
 
 import inkrt
 from inkrt.builder.checkpoint import Checkpoint
+from inkrt.builder.compile import Compiler
 from inkrt.builder.dump import write_graph
-from inkrt.builder.lower import lower
+from inkrt.builder.lower import Target, lower
 from inkrt.builder.options import BuildOptions
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import PASSES
@@ -74,6 +75,7 @@ class Prepared:
     tensors: list[PackedTensor]
     state: StateLayout
     memory: MemoryTable
+    cubins: dict[str, bytes]
 
     @property
     def weight_bytes(self) -> int:
@@ -109,6 +111,9 @@ def prepare(
     dtype = _DTYPES[options.dtype]
     state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS)
     plans: dict[str, Plan] = {}
+    target = Target(options.target)
+    if options.target != "cpu":
+        target.compiler = Compiler(options.target)
     started = time.monotonic()
     module: nn.Module | None = None
     for step in engine_steps(options):
@@ -122,13 +127,13 @@ def prepare(
             graph.module.graph.lint()
             if dump_folder is not None:
                 write_graph(dump_folder, number, run_pass.__name__, graph)
-        plans[step.name] = lower(graph)
+        plans[step.name] = lower(graph, target)
         launches = len(plans[step.name].launches)
         progress(f"step {step.name}: {launches} launches")
     assert module is not None
     progress(f"traced and lowered {len(plans)} steps in {time.monotonic() - started:.1f} s")
     layout = _state_layout(module, state)
-    tensors = packed_tensors(module)
+    tensors = packed_tensors(module, target.packed)
     return Prepared(
         definition,
         model,
@@ -139,6 +144,7 @@ def prepare(
         tensors,
         layout,
         _memory_table(tensors, layout, plans),
+        target.compiler.cubins if target.compiler else {},
     )
 
 
@@ -164,7 +170,7 @@ def build_engine(
         if not is_dummy:
             _pack_weights(folder, checkpoint, prepared, progress)
         for rank in range(options.tp_size):
-            write_file(folder / plan_file(rank), encode_plans(prepared.plans))
+            write_file(folder / plan_file(rank), encode_plans(prepared.plans, prepared.cubins))
         for name in TOKENIZER_FILES:
             if (checkpoint_folder / name).is_file():
                 shutil.copyfile(checkpoint_folder / name, folder / name)

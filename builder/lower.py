@@ -5,22 +5,29 @@ Anything else is a build error: an engine never falls back to eager torch.
 """
 
 import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from inkrt.builder.memory import Lifetime, plan_arena
+from inkrt.builder.compile import Compiler
+from inkrt.builder.lower_kernels import KernelLowering, PackedWeights
+from inkrt.builder.memory import ALIGNMENT, Lifetime, plan_arena
 from inkrt.builder.rewrite import VIEW_OPS, arguments, module_path
+from inkrt.builder.tactics import call_args, choose_tactic
 from inkrt.builder.trace import STEP_INPUTS, StepGraph
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import NAMESPACE, plugins
+from inkrt.plugins.tactic import TensorArg
 from inkrt.runtime.plan import (
     DTYPE_BYTES,
     Argument,
     Const,
     DType,
+    Fill,
+    Kernel,
     Launch,
     Plan,
     Ref,
@@ -30,20 +37,42 @@ from inkrt.runtime.plan import (
 )
 
 
-def lower(graph: StepGraph) -> Plan:
-    """Lower a graph after all passes.
+@dataclass(slots=True)
+class Target:
+    """What plans are lowered for.
+
+    Attributes:
+        name: "cpu" or a GPU architecture.
+        compiler: collects the cubins of all plans; None on the CPU.
+        packed: collects the layouts of weights of all plans.
+    """
+
+    name: str
+    compiler: Compiler | None = None
+    packed: PackedWeights = field(default_factory=PackedWeights)
+
+
+def lower(graph: StepGraph, target: Target | None = None) -> Plan:
+    """Lower a graph after all passes, for the CPU if no target is given.
 
     Raises:
-        BuildError: a node is neither a view nor one of our operators.
+        BuildError: a node is neither a view nor one of our operators, or an operator has no kernel
+            for the target.
     """
-    return _Lowering(graph).plan()
+    return _Lowering(graph, target or Target("cpu")).plan()
 
 
 class _Lowering:
     """State of one lowering: tensors and launches so far, and who needs which bytes until when."""
 
-    def __init__(self, graph: StepGraph) -> None:
+    def __init__(self, graph: StepGraph, target: Target) -> None:
         self.graph = graph
+        self.target = target
+        self.kernels = (
+            KernelLowering(self, target.compiler, target.packed) if target.compiler else None
+        )
+        self.scratch_bytes = 0
+        self.fills: list[Fill] = []
         self.specs: list[TensorSpec] = []
         self.index_of: dict[Node, int] = {}
         self.outputs_of: dict[Node, tuple[int, ...]] = {}
@@ -82,7 +111,35 @@ class _Lowering:
             arena_bytes=arena_bytes,
             inputs=inputs,
             outputs=outputs,
+            scratch_bytes=self.scratch_bytes,
+            fills=tuple(self.fills),
         )
+
+    def add_temporary(self, name: str, num_bytes: int) -> int:
+        """See `Memory`."""
+        index = self._add_bytes(name, num_bytes, "arena")
+        self.owner[index] = index
+        self.first[index] = self.last[index] = len(self.launches)
+        return index
+
+    def add_scratch(self, name: str, num_bytes: int, fill: int) -> int:
+        """See `Memory`."""
+        offset = -(-self.scratch_bytes // ALIGNMENT) * ALIGNMENT
+        self.scratch_bytes = offset + num_bytes
+        self.fills.append(Fill(offset, num_bytes, fill))
+        return self._add_bytes(name, num_bytes, "scratch", offset=offset)
+
+    def add_packed(self, name: str, storage: str, num_bytes: int) -> int:
+        """See `Memory`."""
+        return self._add_bytes(name, num_bytes, "weight", storage=storage)
+
+    def _add_bytes(
+        self, name: str, num_bytes: int, space: Space, *, storage: str = "", offset: int = 0
+    ) -> int:
+        unique = f"{name}.{len(self.specs)}"
+        spec = TensorSpec(unique, "uint8", (num_bytes,), (1,), space, storage, offset)
+        self.specs.append(spec)
+        return len(self.specs) - 1
 
     def _placeholder(self, node: Node, inputs: dict[str, int]) -> None:
         if node.name in self.graph.weights:
@@ -105,6 +162,8 @@ class _Lowering:
             self.index_of[node] = self.outputs_of[source][position]  # type: ignore[index]
         elif node.target in VIEW_OPS:
             self._view(node)
+        elif node.target is torch.ops.aten._assert_tensor_metadata.default:
+            pass  # export puts it before conversions, which are refused under their own name
         elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == NAMESPACE:
             self._launch(node)
         else:
@@ -148,14 +207,23 @@ class _Lowering:
         self.outputs_of[node] = tuple(outputs)
         if len(outputs) == 1:
             self.index_of[node] = outputs[0]
+        tactic_name = "reference"
+        kernels: tuple[Kernel, ...] = ()
+        num_bytes = self._bytes(args) + sum(_num_bytes(self.specs[i]) for i in outputs)
+        if self.kernels is not None:
+            tactic = choose_tactic(node, plugin, self.target.name)
+            shapes = {k: v for k, v in call_args(node).items() if isinstance(v, TensorArg)}
+            tactic_name, num_bytes = tactic.name, tactic.bytes
+            kernels = self.kernels.lower(tactic, args, tuple(outputs), shapes)
         self.launches.append(
             Launch(
                 op=plugin.name,
-                tactic="reference",
+                tactic=tactic_name,
                 args=args,
                 outputs=tuple(outputs),
                 module=module_path(node),
-                bytes=self._bytes(args) + sum(_num_bytes(self.specs[i]) for i in outputs),
+                bytes=num_bytes,
+                kernels=kernels,
             )
         )
 

@@ -9,7 +9,7 @@ from inkrt.errors import ConfigError
 MAX_VERIFY_TOKENS = 8
 
 TP_SIZES = (1, 2, 4, 8)
-TARGETS = ("cpu",)
+TARGETS = ("cpu", "sm_90a")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class BuildOptions:
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
     """
 
-    target: str = field(default="cpu", metadata={"help": "what the engine runs on: cpu"})
+    target: str = field(default="cpu", metadata={"help": "what the engine runs on: cpu or sm_90a"})
     tp_size: int = field(default=1, metadata={"help": "ranks that share the model: 1, 2, 4 or 8"})
     moe_split: Literal["experts", "width"] = field(
         default="experts",

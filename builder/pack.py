@@ -15,20 +15,29 @@ import torch
 from torch import Tensor, nn
 
 from inkrt.builder.checkpoint import Checkpoint
+from inkrt.builder.lower_kernels import PackedWeights
 from inkrt.engines.interface import WeightSource
 from inkrt.errors import CheckpointError
+from inkrt.plugins.tactic import Packing, TensorArg
 
 MAX_FILE_BYTES = 16 * 2**30
-_CODES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_CODES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """Name, shape and dtype of one packed weight."""
+    """One tensor of the weight files.
+
+    Attributes:
+        packing: layout that kernels read; None for the reference's own.
+        sources: the parameters that `packing` takes.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    packing: Packing | None = None
+    sources: tuple["PackedTensor", ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -36,12 +45,25 @@ class PackedTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def packed_tensors(module: nn.Module) -> list[PackedTensor]:
-    """What a rank's weight files hold: every parameter, in module order."""
-    return [
-        PackedTensor(name, tuple(value.shape), value.dtype)
+def packed_tensors(
+    module: nn.Module, packed: PackedWeights = PackedWeights()
+) -> list[PackedTensor]:
+    """What a rank's weight files hold: every parameter, in module order, packed where asked for."""
+    plain = {
+        name: PackedTensor(name, tuple(value.shape), value.dtype)
         for name, value in module.named_parameters()
-    ]
+    }
+    merged = {name for _, storages in packed.packings.values() for name in storages[1:]}
+    tensors = []
+    for name, tensor in plain.items():
+        if name in packed.packings:
+            packing, storages = packed.packings[name]
+            sources = tuple(plain[storage] for storage in storages)
+            size = packing.num_bytes([TensorArg(s.shape, s.dtype) for s in sources])
+            tensors.append(PackedTensor(name, (size,), torch.uint8, packing, sources))
+        elif name not in merged:
+            tensors.append(tensor)
+    return tensors
 
 
 def split_files(tensors: list[PackedTensor]) -> list[list[PackedTensor]]:
@@ -76,11 +98,22 @@ def pack_rank(
         with path.open("wb") as file:
             file.write(_header(content))
             for tensor in content:
-                data = read_weight(tensor, checkpoint, sources[tensor.name])
+                data = _content(tensor, checkpoint, sources)
                 file.write(data.flatten().view(torch.uint8).numpy().data)
                 yield path, tensor
             file.flush()
             os.fsync(file.fileno())
+
+
+def _content(
+    tensor: PackedTensor, checkpoint: Checkpoint, sources: Mapping[str, WeightSource]
+) -> Tensor:
+    if tensor.packing is None:
+        return read_weight(tensor, checkpoint, sources[tensor.name])
+    parts = [read_weight(part, checkpoint, sources[part.name]) for part in tensor.sources]
+    data = tensor.packing.pack(*parts)
+    assert data.numel() == tensor.num_bytes, f"{tensor.packing.name} gave {data.numel()} bytes"
+    return data
 
 
 def read_weight(tensor: PackedTensor, checkpoint: Checkpoint, source: WeightSource) -> Tensor:

@@ -4,7 +4,8 @@ The format has this one owner: the builder writes folders through these types an
 runtime reads them. Nothing here needs torch or a GPU, and nothing found in a folder is executed.
 
     config.json                        EngineConfig; a person can read it
-    rank0.engine                       safetensors container: "plan/<step>" is a msgpack Plan
+    rank0.engine                       safetensors container: "plan/<step>" is a msgpack Plan,
+                                       "cubin/<hash>" the code of GPU kernels
     rank0-00001-of-0000N.safetensors   packed weights of rank 0, each file under 16 GiB
     tokenizer.json, ...                copied from the checkpoint
 """
@@ -12,6 +13,7 @@ runtime reads them. Nothing here needs torch or a GPU, and nothing found in a fo
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -26,6 +28,7 @@ from inkrt.runtime.plan import Plan
 FORMAT = "ink-engine"
 FORMAT_VERSION = 1
 CONFIG_NAME = "config.json"
+EMPTY: Mapping[str, bytes] = MappingProxyType({})
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -175,12 +178,14 @@ def encode_config(config: EngineConfig) -> bytes:
     return msgspec.json.format(msgspec.json.encode(config, order="sorted"), indent=2) + b"\n"
 
 
-def encode_plans(plans: Mapping[str, Plan]) -> bytes:
-    """A `.engine` file as bytes."""
+def encode_plans(plans: Mapping[str, Plan], cubins: Mapping[str, bytes] = EMPTY) -> bytes:
+    """A `.engine` file as bytes, from plans by step and cubins by name."""
     tensors = {
         f"plan/{name}": np.frombuffer(msgspec.msgpack.encode(plan, order="sorted"), np.uint8)
         for name, plan in sorted(plans.items())
     }
+    for name, code in sorted(cubins.items()):
+        tensors[f"cubin/{name}"] = np.frombuffer(code, np.uint8)
     return safetensors_numpy.save(tensors, metadata={"format": FORMAT})
 
 
@@ -273,13 +278,29 @@ def read_plans(folder: Path, rank: int) -> dict[str, Plan]:
     Raises:
         EngineFormatError: the file is missing or damaged.
     """
+    return read_engine(folder, rank)[0]
+
+
+def read_engine(folder: Path, rank: int) -> tuple[dict[str, Plan], dict[str, bytes]]:
+    """The plans of one rank by step name, and the cubins by name.
+
+    Raises:
+        EngineFormatError: the file is missing or damaged.
+    """
     path = folder / plan_file(rank)
     try:
         tensors = safetensors_numpy.load_file(path)
-        return {
+        plans = {
             name.removeprefix("plan/"): msgspec.msgpack.decode(data.tobytes(), type=Plan)
             for name, data in tensors.items()
+            if name.startswith("plan/")
         }
+        cubins = {
+            name.removeprefix("cubin/"): data.tobytes()
+            for name, data in tensors.items()
+            if name.startswith("cubin/")
+        }
+        return plans, cubins
     except (OSError, SafetensorError, msgspec.MsgspecError) as error:
         raise EngineFormatError(
             f"{path} is damaged ({error}); copy the engine again or rebuild it"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-Space = Literal["weight", "state", "arena", "input"]
+Space = Literal["weight", "state", "arena", "input", "scratch"]
 
 
 class TensorSpec(Struct, frozen=True):
@@ -19,9 +19,10 @@ class TensorSpec(Struct, frozen=True):
         dtype: torch spelling without the prefix: "bfloat16", "float32", "int32", "int64".
         shape: in elements.
         strides: in elements.
-        space: the memory it lives in.
-        storage: weight, state or input name; empty in the arena.
-        offset: bytes from the start of the storage (arena: from the start of the arena).
+        space: the memory it lives in. Scratch belongs to one launch of one plan and keeps its
+            content from run to run.
+        storage: weight, state or input name; empty in the arena and in scratch.
+        offset: bytes from the start of the storage, arena or scratch.
     """
 
     name: str
@@ -60,6 +61,57 @@ class DType(Struct, frozen=True, tag="dtype"):
 Argument = Ref | Refs | Const | DType
 
 
+class TensorParam(Struct, frozen=True, tag="tensor"):
+    """Kernel parameter: address of a tensor, by its index in `Plan.tensors`."""
+
+    tensor: int
+
+
+class IntParam(Struct, frozen=True, tag="int"):
+    """Kernel parameter: int32."""
+
+    value: int
+
+
+class FloatParam(Struct, frozen=True, tag="float"):
+    """Kernel parameter: float32."""
+
+    value: float
+
+
+KernelParam = TensorParam | IntParam | FloatParam
+
+
+class Kernel(Struct, frozen=True):
+    """One kernel of a launch on a GPU; see `plugins.tactic.KernelLaunch` for what is not said here.
+
+    Attributes:
+        cubin: name of the compiled code in the engine file.
+        entry: of the kernel in it.
+        grid: blocks in x, y, z.
+        block: threads in x, y, z.
+        cluster: blocks per cluster in x; 1 for none.
+    """
+
+    cubin: str
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: int
+    smem_bytes: int
+    pdl: bool
+    cooperative: bool
+    params: tuple[KernelParam, ...]
+
+
+class Fill(Struct, frozen=True):
+    """Bytes of the scratch memory that hold `value` before the first run."""
+
+    offset: int
+    size: int
+    value: int
+
+
 class Launch(Struct, frozen=True):
     """One plugin call.
 
@@ -69,7 +121,9 @@ class Launch(Struct, frozen=True):
         args: by parameter name of the plugin's reference.
         outputs: indices in `Plan.tensors`, in the order the reference returns them.
         module: path of the module it comes from, e.g. "layers.5.attn"; for people.
-        bytes: least bytes moved through memory, counting each tensor argument and output once.
+        bytes: least bytes moved through memory; without a tactic's own count, every tensor argument
+            and output once.
+        kernels: what runs on a GPU, in order; empty on the CPU.
     """
 
     op: str
@@ -78,6 +132,7 @@ class Launch(Struct, frozen=True):
     outputs: tuple[int, ...]
     module: str
     bytes: int
+    kernels: tuple[Kernel, ...] = ()
 
 
 class Plan(Struct, frozen=True):
@@ -89,7 +144,9 @@ class Plan(Struct, frozen=True):
         num_rows: rows R of its outputs: T, or 1 where only the last row is wanted.
         tensors: everything that launches refer to.
         launches: in execution order.
-        arena_bytes: size of the scratch memory.
+        arena_bytes: size of the memory that tensors share by lifetime.
+        scratch_bytes: size of the memory that launches keep from run to run.
+        fills: what scratch holds before the first run.
         inputs: input name to tensor index.
         outputs: "tokens" int32 [R] and "logits" float32 [R, vocabulary].
     """
@@ -102,6 +159,8 @@ class Plan(Struct, frozen=True):
     arena_bytes: int
     inputs: dict[str, int]
     outputs: dict[str, int]
+    scratch_bytes: int = 0
+    fills: tuple[Fill, ...] = ()
 
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}

@@ -82,7 +82,7 @@ def _call(node: Node, ranks: list[_Known]) -> list[Any]:
 def step_inputs(num_rows: int, num_tokens: int, position: int = 61) -> Tensors:
     """Inputs of a sampled step of `num_rows` rows, `num_tokens` of them real, on slot 1.
 
-    By default it crosses an edge of pages (64) and goes on behind the start of the log scaling (50).
+    By default it crosses an edge of pages (64), behind the start of the log scaling (50).
     """
     generator = torch.Generator().manual_seed(num_rows)
     tokens = torch.randint(512, (num_rows,), generator=generator, dtype=torch.int32)

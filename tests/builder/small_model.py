@@ -1,7 +1,9 @@
 """A three-layer tiny model: checkpoints of it, its traced graphs, its weights and state."""
 
+import copy
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,12 @@ def small_graph(
     moe_split: str = "experts",
     dtype: torch.dtype = torch.bfloat16,
 ) -> StepGraph:
-    """Its traced graph of one rank."""
+    """Its traced graph of one rank, for the caller to change."""
+    return copy.deepcopy(_trace_once(step, tp_size, moe_split, dtype))
+
+
+@cache
+def _trace_once(step: StepSpec, tp_size: int, moe_split: str, dtype: torch.dtype) -> StepGraph:
     module = small_module(tp_size, moe_split, dtype, last_row_only=step.num_rows < step.num_tokens)
     return trace(module, step, STATE, tp_size, dtype)
 

@@ -1,0 +1,144 @@
+"""Tactics: ways to run a plugin on a GPU target, described without a GPU.
+
+A tactic is a short list of kernel launches with everything fixed at build time but addresses. The
+builder compiles its sources to cubins and writes the launches into the plan; the executor only
+fills in pointers. `plugins/<op>/tactics.py` lists an operator's candidates for a target and shapes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArg:
+    """Shape and dtype of a tensor argument or output, known at build time."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+# Arguments of one operator call by parameter name; lists of tensors stay lists.
+CallArgs = dict[str, TensorArg | list[TensorArg] | torch.dtype | bool | int | float | str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """Kernel parameter: address of an operator argument, or of one in a list of tensors."""
+
+    argument: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Kernel parameter: address of an output of the operator."""
+
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Kernel parameter: address of memory of this launch of the plan.
+
+    Attributes:
+        name: kernels of a tactic share scratch by name.
+        num_bytes: size.
+        fill: byte that the memory holds before the first launch; a kernel that needs it again must
+            restore it. None: contents are undefined, and launches of a plan may share the memory.
+    """
+
+    name: str
+    num_bytes: int
+    fill: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Int32:
+    """Kernel parameter: a 32-bit integer."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Float32:
+    """Kernel parameter: a float."""
+
+    value: float
+
+
+Param = Pointer | Output | Scratch | Int32 | Float32
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLaunch:
+    """One kernel of a tactic.
+
+    Attributes:
+        source: CUDA C++ file; includes are resolved beside it and in `plugins/`.
+        entry: name of its extern "C" kernel.
+        defines: macros, compile-time constants of shapes and variants.
+        grid: blocks.
+        block: threads.
+        cluster: blocks per cluster in x; 1 for none.
+        smem_bytes: dynamic shared memory.
+        params: in the kernel's order.
+        pdl: whether it may start before its predecessor has ended; such a kernel waits
+            (griddepcontrol.wait) before it touches anything a predecessor writes or reads.
+        cooperative: whether all blocks must be resident at once.
+    """
+
+    source: Path
+    entry: str
+    defines: tuple[tuple[str, int | float | str], ...]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    params: tuple[Param, ...]
+    cluster: int = 1
+    smem_bytes: int = 0
+    pdl: bool = True
+    cooperative: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a tactic wants weights: several arguments become one buffer under the first one's name.
+
+    Attributes:
+        arguments: weights that are read, e.g. ("codes", "scales").
+        name: of the layout, e.g. "nvfp4_chunks"; equal names must mean equal bytes.
+        pack: their tensors to uint8 [num_bytes].
+        num_bytes: size of the result for given shapes.
+    """
+
+    arguments: tuple[str, ...]
+    name: str
+    pack: Callable[..., Tensor]
+    num_bytes: Callable[[Sequence[TensorArg]], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tactic:
+    """One way to run an operator call.
+
+    Attributes:
+        name: unique for the operator, e.g. "w4a16_132x3".
+        kernels: in order; each sees what the ones before it wrote.
+        bytes: least bytes that must cross device memory (weights once, activations once).
+        flops: multiply-adds times two.
+        packings: weights that are not read as the reference's layout.
+    """
+
+    name: str
+    kernels: tuple[KernelLaunch, ...]
+    bytes: int
+    flops: int
+    packings: tuple[Packing, ...] = field(default=())
+
+
+FindTactics = Callable[[str, CallArgs], list[Tactic]]
