@@ -6,6 +6,7 @@ This module knows files and dtypes, not models.
 
 import hashlib
 import json
+import math
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,9 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise CheckpointError(f"checkpoint {folder} is not a folder")
+            raise CheckpointError(
+                f"checkpoint {folder} is not a folder; name the one with the model's config.json"
+            )
         self.folder = folder
         self.config: Mapping[str, Any] = _read_json(folder / "config.json")
         self._shards: dict[str, Any] = {}
@@ -88,7 +91,8 @@ class Checkpoint:
         if code not in _DTYPES:
             raise CheckpointError(
                 f"{self.folder / self._shard_of[name]}: tensor {name} has dtype {code}, only "
-                f"{' and '.join(_DTYPES)} are supported by this version"
+                f"{' and '.join(_DTYPES)} are supported by this version; use a release of the "
+                f"model in one of them"
             )
         return _DTYPES[code]
 
@@ -103,7 +107,8 @@ class Checkpoint:
         if tuple(shape) != part.shape:
             raise CheckpointError(
                 f"{self.folder / self._shard_of[part.name]}: tensor {part.name} has shape "
-                f"{shape}, {list(part.shape)} expected from config.json"
+                f"{shape}, {list(part.shape)} expected from config.json; one of the two belongs "
+                f"to another model"
             )
 
     def read(self, part: Part) -> Tensor:
@@ -150,21 +155,24 @@ class Checkpoint:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        value = json.loads(path.read_bytes(), parse_constant=_number, parse_float=_number)
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path} ({error.strerror}); a checkpoint folder has it beside its shards"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
 
 
-def _refuse_constant(name: str) -> None:
-    """Python reads NaN and Infinity, which JSON does not have and no dimension can be."""
-    raise ValueError(f"{name} is no JSON number")
+def _number(text: str) -> float:
+    """A finite number; Python would read NaN, Infinity and 1e999, which nothing in a model is."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
 
 
 def _open_shard(path: Path) -> Any:

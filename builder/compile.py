@@ -60,7 +60,7 @@ def compile_cubin(
     options = ProgramOptions(
         arch=target,
         std="c++17",
-        define_macro=[(name, str(value)) for name, value in defines],
+        define_macro=[(name, str(value)) for name, value in defines] or None,
         include_path=[str(source.parent), str(PLUGIN_FOLDER)],
     )
     try:

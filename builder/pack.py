@@ -45,14 +45,13 @@ class PackedTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def packed_tensors(
-    module: nn.Module, packed: PackedWeights = PackedWeights()
-) -> list[PackedTensor]:
+def packed_tensors(module: nn.Module, packed: PackedWeights | None = None) -> list[PackedTensor]:
     """What a rank's weight files hold: every parameter, in module order, packed where asked for."""
     plain = {
         name: PackedTensor(name, tuple(value.shape), value.dtype)
         for name, value in module.named_parameters()
     }
+    packed = packed or PackedWeights()
     merged = {name for _, storages in packed.packings.values() for name in storages[1:]}
     tensors = []
     for name, tensor in plain.items():

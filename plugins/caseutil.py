@@ -6,6 +6,7 @@ Everything is drawn from the generator a case is given, so a case has the same v
 import torch
 from torch import Tensor
 
+from inkrt.plugins.nvfp4 import BLOCK, MAX_SCALE
 from inkrt.plugins.registry import Arguments
 
 
@@ -38,3 +39,38 @@ def step_arguments(position: int, num_tokens: int, slot: int = 0) -> Arguments:
 def shuffled_pages(generator: torch.Generator, num_pages: int, max_pages: int) -> Tensor:
     """A page table, int32 [max_pages]: distinct pages out of `num_pages` in random order."""
     return torch.randperm(num_pages, generator=generator)[:max_pages].to(torch.int32)
+
+
+def weight_arguments(
+    name: str,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    *shape: int,
+    scale: float,
+    quantized: bool = False,
+) -> Arguments:
+    """A weight as operators take it (see `plugins.nvfp4`), of standard deviation `scale`.
+
+    Args:
+        name: of the weight's parameter; "weight" gives the others no prefix.
+        generator: of the values.
+        dtype: of the weight that is not quantized.
+        *shape: [N, K] or [L, N, K].
+        scale: wanted standard deviation.
+        quantized: as NVFP4; then one block has the largest scale, one the smallest and one zero.
+    """
+    prefix = "" if name == "weight" else f"{name}_"
+    if not quantized:
+        weight = normal(generator, dtype, *shape, scale=scale)
+        return {name: weight, f"{prefix}scales": None, f"{prefix}global_scale": None}
+    *rows, width = shape
+    codes = torch.randint(256, (*rows, width // 2), generator=generator, dtype=torch.uint8)
+    # Block scales of 0.5 to 1.875; with uniform codes that makes a standard deviation of 3.6.
+    scales = torch.randint(0x30, 0x40, (*rows, width // BLOCK), generator=generator)
+    scales.view(-1)[:3] = torch.tensor([MAX_SCALE, 1, 0])[: scales.numel()]
+    stack = rows[0] if len(rows) == 2 else 1
+    return {
+        name: codes,
+        f"{prefix}scales": scales.to(torch.uint8),
+        f"{prefix}global_scale": (0.75 + torch.rand(stack, generator=generator)) * (scale / 4.5),
+    }

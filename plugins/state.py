@@ -1,12 +1,21 @@
-"""Where a state buffer keeps an absolute token position.
+"""Where a state buffer keeps an absolute token position, and how attention reads what it keeps.
 
 A ring buffer [slots, R, ...] keeps position p of a slot in row p mod R; a paged buffer
 [pages, page_tokens, ...] keeps it in row p mod page_tokens of page page_table[p // page_tokens].
 Indexing by position is what makes rolling back a step a matter of forgetting its length.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from inkrt.plugins.registry import MAX_VERIFY_TOKENS
+from inkrt.plugins.shapes import Axes
+
+# Attention of some rows of a step over keys and values [S, KV, d]: takes the rows, keys, values,
+# int64 distances [n, S] from row to key, and where they are out of sight, bool [n, S].
+Attend = Callable[[slice, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def locate(
@@ -78,3 +87,106 @@ def with_older_rows(
     older = buffer[locate(buffer, positions, slot, None)]
     older[positions < 0] = 0
     return torch.cat([older, rows])
+
+
+def attend_to_session(
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor | None,
+    position: Tensor,
+    num_tokens: Tensor,
+    slot: Tensor,
+    window: int,
+) -> Tensor:
+    """Run attention of the valid rows of a step over all keys that they see.
+
+    Keys before the step come from the cache, those of the step from k and v, so it does not matter
+    whether `kv_write` runs before or after, as long as a ring has window - 1 + T rows; with fewer
+    it must run after, or it overwrites keys still wanted.
+
+    Args:
+        attend: called with rows that start at 0 and end at num_tokens at most; for steps of up to
+            MAX_VERIFY_TOKENS rows once per row, with the keys and shapes of a decode step there.
+        q: [T, H, d].
+        k: [T, KV, d], keys of the step.
+        v: like k.
+        k_cache: as for `locate`; the positions before the step.
+        v_cache: like k_cache.
+        page_table: as for `locate`.
+        position: int32 [1], of row 0.
+        num_tokens: int32 [1], valid rows.
+        slot: int32 [1].
+        window: number of keys a row sees, itself included; 0 for all.
+
+    Returns:
+        [T, H, d] in q's dtype; rows from num_tokens on are zero.
+    """
+    first, count = int(position), int(num_tokens)
+    oldest = _oldest_key(first, window)
+    where = locate(k_cache, torch.arange(oldest, first, device=q.device), slot, page_table)
+    keys = torch.cat([k_cache[where], k[:count]])
+    values = torch.cat([v_cache[where], v[:count]])
+    positions = step_positions(position, count)
+    out = q.new_zeros(q.shape)
+
+    def attend_to(rows: slice, begin: int, end: int) -> Tensor:
+        """Rows of the step over the keys at positions begin..end-1."""
+        distance = positions[rows, None] - torch.arange(begin, end, device=q.device)
+        is_masked = distance < 0
+        if window:
+            is_masked |= distance >= window
+        seen = slice(begin - oldest, end - oldest)
+        return attend(rows, keys[seen], values[seen], distance, is_masked)
+
+    if len(q) > MAX_VERIFY_TOKENS:
+        out[:count] = attend_to(slice(0, count), oldest, first + count)
+    else:
+        # Each row exactly as a decode step at its position: same keys, same shapes.
+        for i in range(count):
+            begin, end = _oldest_key(first + i, window), first + i + 1
+            out[i : i + 1] = attend_to(slice(i, i + 1), begin, end)
+    return out
+
+
+def fit_attention(
+    axes: Axes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor | None,
+    window: int,
+    scale: float,
+) -> None:
+    """Check what attention operators share; q [T, H, d] gives the dtype.
+
+    Raises:
+        BuildError: a shape or dtype does not fit, or a ring is too short for the window.
+    """
+    axes.fit("k", k, "T", "KV", "d", dtype=q.dtype)
+    axes.fit("v", v, "T", "KV", "d", dtype=q.dtype)
+    axes.fit("k_cache", k_cache, "entries", "rows", "KV", "d", dtype=q.dtype)
+    axes.fit("v_cache", v_cache, "entries", "rows", "KV", "d", dtype=q.dtype)
+    axes.require(
+        axes["H"] % axes["KV"] == 0, f"q has {axes['H']} heads, expected a multiple of {axes['KV']}"
+    )
+    axes.require(window >= 0, f"window is {window}, expected >= 0")
+    axes.require(scale > 0, f"scale is {scale}, expected > 0")
+    if page_table is not None:
+        axes.fit("page_table", page_table, "max_pages", dtype=torch.int32)
+    else:
+        axes.require(window > 0, "window is 0 (all keys) on a ring cache, expected a page table")
+        axes.require(
+            axes["rows"] >= window - 1,
+            f"k_cache keeps {axes['rows']} positions, expected at least window-1={window - 1}",
+        )
+
+
+def _oldest_key(position: int, window: int) -> int:
+    """Position of the oldest key that a row sees."""
+    return max(position - window + 1, 0) if window else 0

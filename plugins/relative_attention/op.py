@@ -4,9 +4,8 @@
     bias(t,h,n) = rel[t,h] . bank[:,n] if n < extent, else 0
     out[t,h] = sum_u softmax([s[t,h,:], sinks[t,h]])_u * v[u,g(h)]
 
-The sink takes probability and gives no value. Keys before the step come from the cache, those of
-the step from k and v, so it does not matter whether `kv_write` runs before or after, as long as a
-ring has window - 1 + T rows; with fewer it must run after, or it overwrites keys still wanted.
+The sink takes probability and gives no value. Which keys are read where, and when `kv_write` may
+run: `plugins.state.attend_to_session`.
 
 In bfloat16 the product, its scaling, the bias and its addition round to bfloat16 each; softmax is
 float32 and its probabilities round to bfloat16. These are the steps of `[HF eager]` in the model
@@ -19,9 +18,9 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal, shuffled_pages, step_arguments
-from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, Case, operator
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
-from inkrt.plugins.state import locate, step_positions
+from inkrt.plugins.state import attend_to_session, fit_attention
 
 
 def fake(
@@ -43,27 +42,11 @@ def fake(
     """Shape and dtype of q."""
     axes = Axes("relative_attention")
     axes.fit("q", q, "T", "H", "d", dtype=MODEL_DTYPES)
-    axes.fit("k", k, "T", "KV", "d", dtype=q.dtype)
-    axes.fit("v", v, "T", "KV", "d", dtype=q.dtype)
     axes.fit("rel", rel, "T", "H", "r", dtype=q.dtype)
     axes.fit("bank", bank, "r", "extent", dtype=q.dtype)
     axes.fit("sinks", sinks, "T", "H", dtype=q.dtype)
-    axes.fit("k_cache", k_cache, "entries", "rows", "KV", "d", dtype=q.dtype)
-    axes.fit("v_cache", v_cache, "entries", "rows", "KV", "d", dtype=q.dtype)
     axes.step(position, num_tokens, slot)
-    axes.require(
-        axes["H"] % axes["KV"] == 0, f"q has {axes['H']} heads, expected a multiple of {axes['KV']}"
-    )
-    axes.require(window >= 0, f"window is {window}, expected >= 0")
-    axes.require(scale > 0, f"scale is {scale}, expected > 0")
-    if page_table is not None:
-        axes.fit("page_table", page_table, "max_pages", dtype=torch.int32)
-    else:
-        axes.require(window > 0, "window is 0 (all keys) on a ring cache, expected a page table")
-        axes.require(
-            axes["rows"] >= window - 1,
-            f"k_cache keeps {axes['rows']} positions, expected at least window-1={window - 1}",
-        )
+    fit_attention(axes, q, k, v, k_cache, v_cache, page_table, window, scale)
     return q.new_empty(q.shape)
 
 
@@ -161,44 +144,16 @@ def relative_attention(
     Returns:
         [T, H, d] in q's dtype; rows from num_tokens on are zero.
     """
-    first, count = int(position), int(num_tokens)
-    oldest = _oldest_key(first, window)
-    where = locate(k_cache, torch.arange(oldest, first, device=q.device), slot, page_table)
-    keys = torch.cat([k_cache[where], k[:count]])
-    values = torch.cat([v_cache[where], v[:count]])
-    positions = step_positions(position, count)
-    out = q.new_zeros(q.shape)
 
-    def attend(rows: slice, begin: int, end: int) -> Tensor:
-        """Rows of the step over the keys at positions begin..end-1."""
-        distance = positions[rows, None] - torch.arange(begin, end, device=q.device)
-        is_masked = distance < 0
-        if window:
-            is_masked |= distance >= window
-        seen = slice(begin - oldest, end - oldest)
-        return _attention(
-            q[rows].clone(),
-            keys[seen],
-            values[seen],
-            _bias(rel[rows].clone(), bank, distance),
-            sinks[rows],
-            is_masked,
-            scale,
-        )
+    def attend(
+        rows: slice, keys: Tensor, values: Tensor, distance: Tensor, is_masked: Tensor
+    ) -> Tensor:
+        bias = _bias(rel[rows].clone(), bank, distance)
+        return _attention(q[rows].clone(), keys, values, bias, sinks[rows], is_masked, scale)
 
-    if len(q) > MAX_VERIFY_TOKENS:
-        out[:count] = attend(slice(0, count), oldest, first + count)
-    else:
-        # Each row exactly as a decode step at its position: same keys, same shapes.
-        for i in range(count):
-            begin, end = _oldest_key(first + i, window), first + i + 1
-            out[i : i + 1] = attend(slice(i, i + 1), begin, end)
-    return out
-
-
-def _oldest_key(position: int, window: int) -> int:
-    """Position of the oldest key that a row sees."""
-    return max(position - window + 1, 0) if window else 0
+    return attend_to_session(
+        attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window
+    )
 
 
 def _bias(rel: Tensor, bank: Tensor, distance: Tensor) -> Tensor:

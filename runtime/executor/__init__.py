@@ -97,10 +97,12 @@ def open_executor(folder: Path, config: EngineConfig) -> Executor:
     Raises:
         EngineMismatchError: this version has no executor for the target, or torch is missing.
     """
+    if config.target.startswith("sm_"):
+        return _open_cuda(folder, config)
     if config.target != "cpu":
         raise EngineMismatchError(
-            f"engine {folder} was built for {config.target}, this version of inkrt runs cpu "
-            "engines only; rebuild it with: "
+            f"engine {folder} was built for {config.target}, this version of inkrt runs cpu and "
+            "sm_* engines; rebuild it with: "
             + rebuild_with(config.rebuild_command, "--target", "cpu")
         )
     try:
@@ -112,3 +114,16 @@ def open_executor(folder: Path, config: EngineConfig) -> Executor:
             f"engine {folder} was built for cpu, which needs torch: pip install 'inkrt[cpu]'"
         ) from None
     return CpuExecutor(folder, config)
+
+
+def _open_cuda(folder: Path, config: EngineConfig) -> Executor:
+    try:
+        from inkrt.runtime.executor.cuda import CudaExecutor
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("cuda"):
+            raise
+        raise EngineMismatchError(
+            f"engine {folder} was built for {config.target}, which needs cuda-core: "
+            "pip install 'inkrt[cuda]'"
+        ) from None
+    return CudaExecutor(folder, config)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inkrt.builder.build import PAGE_TOKENS
 from inkrt.builder.checkpoint import Checkpoint
+from inkrt.builder.lower import lower
 from inkrt.builder.options import BuildOptions
 from inkrt.builder.pack import packed_tensors, read_weight
 from inkrt.builder.trace import StepGraph, trace
@@ -24,6 +25,7 @@ from inkrt.engines.interface import Sharding, StateOptions
 from inkrt.engines.tiny import inkling2
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.runtime.engine_file import StepSpec
+from inkrt.runtime.plan import Plan
 
 # Two steps and few pages: what most tests need of an engine, quickly built.
 OPTIONS = BuildOptions(max_verify_tokens=1, max_seq_len=200, prefill_chunk=16)
@@ -69,6 +71,11 @@ def small_graph(
 def _trace_once(step: StepSpec, tp_size: int, moe_split: str, dtype: torch.dtype) -> StepGraph:
     module = small_module(tp_size, moe_split, dtype, last_row_only=step.num_rows < step.num_tokens)
     return trace(module, step, STATE, tp_size, dtype)
+
+
+def lower_graph(graph: StepGraph) -> Plan:
+    """Its plan for the CPU."""
+    return lower(graph)
 
 
 def small_module(

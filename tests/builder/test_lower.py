@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from graph_run import step_inputs
-from small_model import STATE
+from small_model import STATE, lower_graph
 from torch import Tensor, nn
 
-from inkrt.builder.lower import lower
 from inkrt.builder.trace import trace
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import plugins
@@ -111,7 +110,7 @@ def draw(*shape: int) -> Tensor:
 def test_views_stand_where_torch_sees_them(name: str) -> None:
     weights = {"table": draw(512, 24), "weight": draw(4, 6, 8)}
     state, inputs = {"ring": draw(2, 16, 24)}, step_inputs(6, 6)
-    plan = lower(trace(Views(VIEWS[name]), STEP, STATE, 1, torch.float32))
+    plan = lower_graph(trace(Views(VIEWS[name]), STEP, STATE, 1, torch.float32))
     got = run_plan(plan, weights, state, inputs)
     x = weights["table"][inputs["tokens"].long()]
     viewed = VIEWS[name](Given(x, weights["weight"], state["ring"]))
@@ -136,7 +135,7 @@ def test_views_of_outputs_and_of_one_of_several_outputs() -> None:
     module.bias = nn.Parameter(torch.empty(5, device="meta"), requires_grad=False)
     weights = {"table": draw(512, 24), "weight": draw(5, 24), "bias": draw(5)}
     inputs = step_inputs(6, 6)
-    plan = lower(trace(module, STEP, STATE, 1, torch.float32))
+    plan = lower_graph(trace(module, STEP, STATE, 1, torch.float32))
     ids, shares = run_plan(plan, weights, {"ring": draw(2, 16, 24)}, inputs)
     x = weights["table"][inputs["tokens"].long()]
     expected = plugins()["router"].reference(x, weights["weight"], weights["bias"], 3, 1.0)
@@ -145,7 +144,7 @@ def test_views_of_outputs_and_of_one_of_several_outputs() -> None:
 
 
 def test_inputs_come_by_name() -> None:
-    plan = lower(trace(Views(VIEWS["rows"]), STEP, STATE, 1, torch.float32))
+    plan = lower_graph(trace(Views(VIEWS["rows"]), STEP, STATE, 1, torch.float32))
     for name, index in plan.inputs.items():
         spec = plan.tensors[index]
         assert (spec.space, spec.storage, spec.name, spec.offset) == ("input", name, name, 0)
@@ -166,7 +165,7 @@ def refusal(view: View, **attributes: Any) -> str:
     for name, value in attributes.items():
         setattr(module, name, value)
     with pytest.raises(BuildError) as caught:
-        lower(trace(module, STEP, STATE, 1, torch.float32))
+        lower_graph(trace(module, STEP, STATE, 1, torch.float32))
     return str(caught.value)
 
 

@@ -20,8 +20,8 @@ OPS: dict[str, Callable[..., Any]] = {name: plugin.op for name, plugin in plugin
 
 
 def _moe(
-    x, router_weight, router_bias, gate_up, down, rank, top_k, route_scale, gate_softcap, up_softcap,
-    partial,
+    x, router_weight, router_bias, gate_up, down, rank, top_k, route_scale, gate_softcap,
+    up_softcap, partial,
 ):  # fmt: skip
     weights, ids = OPS["router"](x, router_weight, router_bias, top_k, route_scale)
     return OPS["experts"](x, weights, ids, gate_up, down, rank, gate_softcap, up_softcap, partial)

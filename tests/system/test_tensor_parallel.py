@@ -1,7 +1,7 @@
 """Engines of several ranks against one rank: same tokens, logits within the stated bound.
 
-The bounds are those of `ink-verify`. On several ranks only orders of addition differ while ranks hold
-whole experts; slices of experts leave out a rounding too.
+The bounds are those of `ink-verify`. On several ranks only orders of addition differ while ranks
+hold whole experts; slices of experts leave out a rounding too.
 """
 
 import numpy as np

@@ -1,0 +1,41 @@
+// y[T, N] = bf16(x[T, K] W^T * scale): a plain product, one row tile of 16 rows a block, T = 1..8.
+// The tile is staged in shared memory before the wait; activations go straight into registers.
+#include "w4a16.cuh"
+
+constexpr int THREADS = 512, WARPS = 16;
+constexpr int NV = vectors_per_warp(DIM_K, WARPS), LIVE_WARPS = DIM_K / VECTOR_K / NV;
+constexpr int TILE_BYTES = tile_bytes(DIM_K);
+
+struct Shared {
+  alignas(128) u8 weights[TILE_BYTES];
+  alignas(16) float partial[LIVE_WARPS * 128];
+  u64 bar;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) __maxnreg__(NV <= 4 ? 56 : 96)
+    linear(const bf16* x, const u8* weights, const float* scale, bf16* y, int* error, int T) {
+  Shared& sm = *(Shared*)dynamic_smem();
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2;
+  trigger_first();
+  if (tid == 0) {
+    mbar_init(&sm.bar, 1);
+    mbar_expect(&sm.bar, TILE_BYTES);
+    bulk_load(sm.weights, weights + (size_t)blockIdx.x * TILE_BYTES, TILE_BYTES, &sm.bar);
+  }
+  const int row = blockIdx.x * 16 + (tid >> 3), token = tid & 7;
+  const float unit = tid < 128 ? load_weight_float(scale) : 0.f;
+  __syncthreads();
+  wait_and_trigger();
+  if (warp < LIVE_WARPS) {
+    Activations<NV> b;
+    load_tokens<NV>(b, g < T ? x + (size_t)g * DIM_K : nullptr, warp * NV, lane);
+    mbar_wait(&sm.bar, 0, error);
+    Tile tile = zero_tile();
+    multiply_shared<NV>(tile, sm.weights, b, warp * NV, lane);
+    store_tile(sm.partial + warp * 128, tile, lane);
+  }
+  __syncthreads();
+  if (tid < 128 && token < T && row < DIM_N)
+    y[(size_t)token * DIM_N + row] =
+        to_bf16(strided_sum<LIVE_WARPS>(sm.partial + tid, 128) * UNIT * unit);
+}

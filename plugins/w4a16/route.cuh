@@ -1,0 +1,121 @@
+// Routing: the TOP_K experts of each token from its bf16 logits, and the step's distinct experts. Every
+// block computes it for itself. Order of logits, ties to the lowest index; w = bf16(s / (sum s + 1e-20))
+// with the exact sigmoid s of the bf16 logit, summed in that order.
+#ifndef INK_ROUTE_CUH
+#define INK_ROUTE_CUH
+#include "w4a16.cuh"
+
+constexpr int SLOTS = MAX_TOKENS * TOP_K;
+static_assert(EXPERTS <= 256 && EXPERTS % 8 == 0, "at most 256 experts, a multiple of 8");
+static_assert(TOP_K <= 8 && TOP_K <= EXPERTS, "at most 8 experts a token");
+constexpr int ROUTE_WARPS = 8;
+constexpr u8 NO_RANK = 255;
+
+struct Route {
+  int expert[SLOTS];          // distinct experts in rising order (one token: in rank order)
+  u8 rank[SLOTS][MAX_TOKENS]; // rank of distinct expert u for a token, or NO_RANK
+  u8 index[MAX_TOKENS][8];    // distinct expert of a token's rank
+  int chosen[MAX_TOKENS][8];
+  float weight[MAX_TOKENS][8];
+  u32 bits[8];
+  int num_experts;
+  // One token: each warp has its own list, so that no block barrier is needed.
+  int solo_expert[ROUTE_WARPS][8];
+  u8 solo_rank[ROUTE_WARPS][8][MAX_TOKENS];
+};
+// What a warp reads during its work.
+struct RouteView {
+  const int* expert;
+  const u8 (*rank)[MAX_TOKENS];
+  int num_experts;
+};
+
+// Lane k < TOP_K: expert of rank k and its weight.
+INK_DEVICE void top_experts(const bf16* logits, int lane, int& expert, float& weight) {
+  u32 key[8];
+  const bool live = lane * 8 < EXPERTS;
+  const uint4 v = live ? load_act16(logits + lane * 8) : make_uint4(0, 0, 0, 0);
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int i = 0; i < 8; i++) {  // (bits that order as the logits do, 255 - index)
+    u32 h = (words[i >> 1] >> (16 * (i & 1))) & 0xFFFF;
+    h = h & 0x8000 ? ~h & 0xFFFF : h | 0x8000;
+    key[i] = live ? h << 8 | (255 - (lane * 8 + i)) : 0;
+  }
+  u32 mine = 0;
+#pragma unroll
+  for (int k = 0; k < TOP_K; k++) {
+    u32 best = max(max(max(key[0], key[1]), max(key[2], key[3])),
+                   max(max(key[4], key[5]), max(key[6], key[7])));
+    best = __reduce_max_sync(INK_FULL_WARP, best);
+    if (lane == k) mine = best;
+#pragma unroll
+    for (int i = 0; i < 8; i++) key[i] = key[i] == best ? 0 : key[i];
+  }
+  u32 h = mine >> 8;
+  h = h & 0x8000 ? h & 0x7FFF : ~h & 0xFFFF;
+  const float s = lane < TOP_K ? 1.f / (1.f + expf(-to_float((bf16)h))) : 0.f;
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < TOP_K; k++) sum += __shfl_sync(INK_FULL_WARP, s, k);
+  expert = min(255 - (int)(mine & 255), EXPERTS - 1);  // within bounds whatever the logits are
+  weight = round_bf16(s / (sum + 1e-20f));
+}
+
+// ROUTE_WARPS * 32 threads. For more than one token it contains block barriers; for one token, data
+// under `index` and `weight` may be read after the next block barrier.
+INK_DEVICE RouteView route(const bf16* logits, int T, Route& r) {
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  int expert;
+  float weight;
+  if (T == 1) {
+    top_experts(logits, lane, expert, weight);
+    if (lane < TOP_K) {
+      r.solo_expert[warp][lane] = expert;
+      *(uint2*)r.solo_rank[warp][lane] = make_uint2(0xFFFFFF00u | lane, 0xFFFFFFFFu);
+      if (warp == 0) {
+        r.index[0][lane] = lane;
+        r.chosen[0][lane] = expert;
+        r.weight[0][lane] = weight;
+      }
+    }
+    __syncwarp();
+    return {r.solo_expert[warp], r.solo_rank[warp], TOP_K};
+  }
+  if (tid < 8) r.bits[tid] = 0;
+  for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += ROUTE_WARPS * 32) ((u32*)r.rank)[i] = 0xFFFFFFFFu;
+  if (warp < T) {
+    top_experts(logits + warp * EXPERTS, lane, expert, weight);
+    if (lane < TOP_K) {
+      r.chosen[warp][lane] = expert;
+      r.weight[warp][lane] = weight;
+    }
+  }
+  __syncthreads();
+  if (tid < T * TOP_K) {
+    const int e = r.chosen[tid / TOP_K][tid % TOP_K];
+    atomicOr(&r.bits[e >> 5], 1u << (e & 31));
+  }
+  __syncthreads();
+  if (tid < T * TOP_K) {
+    const int token = tid / TOP_K, k = tid % TOP_K, e = r.chosen[token][k];
+    int u = 0;
+#pragma unroll
+    for (int q = 0; q < 8; q++)
+      u += q < e >> 5 ? __popc(r.bits[q]) : q == e >> 5 ? __popc(r.bits[q] & ((1u << (e & 31)) - 1)) : 0;
+    r.rank[u][token] = k;
+    r.index[token][k] = u;
+    bool first = true;  // one writer per distinct expert
+    for (int t = 0; t < token; t++)
+      for (int j = 0; j < TOP_K; j++) first = first && r.chosen[t][j] != e;
+    if (first) r.expert[u] = e;
+  }
+  if (tid == 0) {
+    int n = 0;
+    for (int q = 0; q < 8; q++) n += __popc(r.bits[q]);
+    r.num_experts = n;
+  }
+  __syncthreads();
+  return {r.expert, r.rank, r.num_experts};
+}
+#endif  // INK_ROUTE_CUH

@@ -1,0 +1,334 @@
+// Building blocks of the small-token linear kernels: weights in chunks, 1..8 tokens, bf16 activations.
+//
+// Layout (packing.py packs it): a chunk is 16 rows x 256 k. A matrix is [row tile][k / 256] chunks, so
+// a row tile is one contiguous stream. A chunk is four vectors of 16 rows x 64 k. Lane 4g + t owns rows
+// g and g + 8 and k = 64 j + 16 t .. + 15 of vector j, which is one scale block of each row:
+//   NVFP4, 2304 bytes: codes [vector][lane][16 B], then scales [lane][8 B] (byte 2j row g, 2j+1 row g+8)
+//   bf16,  8192 bytes: [vector][mma][lane][16 B], the four A registers of each mma
+// The order of k within an mma is free; with this one, the B operand of a vector is 32 contiguous bytes
+// of the token's row. A token is a column of the product, so its bits do not depend on the others.
+//
+// NVFP4 codes become bf16 exactly: sign, two exponent bits and mantissa go to bits {15, 8, 7, 6}, which
+// reads as value x 2^-126; one packed multiply by bf16(scale x 2^119) gives value x scale x 2^-7. The
+// 2^7 goes into the tensor's scale (UNIT). Scales are stored as e5m3 bytes: bf16 bits of scale x 2^119
+// are (byte << 4) | 0x7000. A zero scale is stored as zero codes.
+#ifndef INK_W4A16_CUH
+#define INK_W4A16_CUH
+#include "device.cuh"
+
+#ifndef WEIGHTS
+#define WEIGHTS 0  // 0: NVFP4, 1: bf16
+#endif
+
+constexpr int MAX_TOKENS = 8;
+constexpr int VECTOR_K = 64, CHUNK_VECTORS = 4;
+constexpr int CODE_BYTES = WEIGHTS ? 2048 : 512;  // of one vector
+constexpr int CHUNK_BYTES = WEIGHTS ? 8192 : 2304;
+constexpr float UNIT = WEIGHTS ? 1.f : 128.f;
+
+constexpr int tile_bytes(int k) { return k / 256 * CHUNK_BYTES; }
+
+// Vectors of a row tile for each of `warps` warps: the same number for every warp that has any.
+constexpr int vectors_per_warp(int k, int warps) {
+  int n = (k / VECTOR_K + warps - 1) / warps;
+  while (k / VECTOR_K % n) n++;
+  return n;
+}
+
+// ---- one vector ----
+struct Scales { u32 low, high; };  // bf16 pairs (scale x 2^119) of rows g and g + 8
+
+template <int PAIR> INK_DEVICE Scales scales_of(u32 bytes) {  // bytes 2 PAIR and 2 PAIR + 1
+  const u32 low = __byte_perm(bytes, 0, 0x4040 | (2 * PAIR) | (2 * PAIR) << 8);
+  const u32 high = __byte_perm(bytes, 0, 0x4040 | (2 * PAIR + 1) | (2 * PAIR + 1) << 8);
+  return {low * 16u + 0x70007000u, high * 16u + 0x70007000u};
+}
+
+// Eight codes to the A registers of one mma.
+INK_DEVICE void dequantize(u32 (&a)[4], u32 w, Scales s) {
+  constexpr u32 MASK = 0x81C081C0u;
+  a[0] = mul_bf16x2((w << 6) & MASK, s.low);
+  a[1] = mul_bf16x2((w << 2) & MASK, s.high);
+  a[2] = mul_bf16x2(__funnelshift_r(w, w, 4) & MASK, s.low);
+  a[3] = mul_bf16x2((w & 0x81808180u) | ((w >> 8) & 0x00400040u), s.high);
+}
+
+// Two sets of accumulators, of even and of odd mma, hide the latency; `tile_sum` adds them.
+struct Tile { float c[2][4]; };
+INK_DEVICE Tile zero_tile() { return Tile{{{0, 0, 0, 0}, {0, 0, 0, 0}}}; }
+
+struct Tokens { uint4 lo, hi; };  // B operand of one vector: token g, 16 consecutive k
+
+#if WEIGHTS == 0
+struct Codes { uint4 w; };
+INK_DEVICE void multiply(Tile& tile, const Codes& codes, Scales s, const Tokens& b) {
+  const u32 w[4] = {codes.w.x, codes.w.y, codes.w.z, codes.w.w};
+#else
+struct Codes { uint4 w[4]; };
+INK_DEVICE void multiply(Tile& tile, const Codes& codes, Scales, const Tokens& b) {
+#endif
+  const u32 x[8] = {b.lo.x, b.lo.y, b.lo.z, b.lo.w, b.hi.x, b.hi.y, b.hi.z, b.hi.w};
+#pragma unroll
+  for (int m = 0; m < 4; m++) {
+    u32 a[4];
+#if WEIGHTS == 0
+    dequantize(a, w[m], s);
+#else
+    a[0] = codes.w[m].x, a[1] = codes.w[m].y, a[2] = codes.w[m].z, a[3] = codes.w[m].w;
+#endif
+    mma_bf16(tile.c[m & 1], a, x[2 * m], x[2 * m + 1]);
+  }
+}
+
+// ---- NV consecutive vectors of a row tile, the share of one warp ----
+// `first` is a multiple of NV. Scale bytes of up to four vectors of a chunk are loaded together.
+template <int NV> struct Group {
+  static constexpr int SIZE = NV % 4 == 0 ? 4 : NV % 2 == 0 ? 2 : 1;
+  static constexpr int WORDS = SIZE == 1 ? NV : NV / 2;
+};
+template <int NV> struct Fragment {
+  Codes codes[NV];
+#if WEIGHTS == 0
+  u32 scales[Group<NV>::WORDS];
+#endif
+  INK_DEVICE Scales scale(int i) const {  // i is a constant after unrolling
+#if WEIGHTS == 0
+    if (Group<NV>::SIZE == 1) return scales_of<0>(scales[i % Group<NV>::WORDS]);
+    return i & 1 ? scales_of<1>(scales[i / 2]) : scales_of<0>(scales[i / 2]);
+#else
+    return Scales{0, 0};
+#endif
+  }
+};
+INK_DEVICE const u8* vector_codes(const u8* tile, int vector, int lane) {
+  return tile + (vector / CHUNK_VECTORS) * CHUNK_BYTES + vector % CHUNK_VECTORS * CODE_BYTES + lane * 16;
+}
+INK_DEVICE const u8* vector_scales(const u8* tile, int vector, int lane) {
+  return tile + (vector / CHUNK_VECTORS) * CHUNK_BYTES + 2048 + lane * 8 + vector % CHUNK_VECTORS * 2;
+}
+
+// From device memory into registers.
+template <int NV> INK_DEVICE void load_fragment(Fragment<NV>& f, const u8* tile, int first, int lane) {
+#pragma unroll
+  for (int i = 0; i < NV; i++) {
+    const u8* p = vector_codes(tile, first + i, lane);
+#if WEIGHTS == 0
+    f.codes[i].w = load_weight16(p);
+#else
+#pragma unroll
+    for (int m = 0; m < 4; m++) f.codes[i].w[m] = load_weight16(p + m * 512);
+#endif
+  }
+#if WEIGHTS == 0
+#pragma unroll
+  for (int i = 0; i < NV; i += Group<NV>::SIZE) {
+    const u8* p = vector_scales(tile, first + i, lane);
+    if (Group<NV>::SIZE == 4) {
+      const uint2 v = load_weight8(p);
+      f.scales[i / 2] = v.x;
+      f.scales[i / 2 + 1] = v.y;
+    } else if (Group<NV>::SIZE == 2) {
+      f.scales[i / 2] = load_weight4(p);
+    } else {
+      f.scales[i] = load_weight2(p);
+    }
+  }
+#endif
+}
+
+// B operands of NV vectors of row `x` (null: zeros), from device memory (activations).
+template <int NV> struct Activations { Tokens v[NV]; };
+template <int NV> INK_DEVICE void load_tokens(Activations<NV>& b, const bf16* x, int first, int lane) {
+#pragma unroll
+  for (int i = 0; i < NV; i++) {
+    const bf16* p = x + (first + i) * VECTOR_K + (lane & 3) * 16;
+    b.v[i].lo = x ? load_act16(p) : make_uint4(0, 0, 0, 0);
+    b.v[i].hi = x ? load_act16(p + 8) : make_uint4(0, 0, 0, 0);
+  }
+}
+// The same from shared memory.
+template <int NV>
+INK_DEVICE void load_tokens_shared(Activations<NV>& b, const bf16* x, int first, int lane) {
+#pragma unroll
+  for (int i = 0; i < NV; i++) {
+    const bf16* p = x + (first + i) * VECTOR_K + (lane & 3) * 16;
+    b.v[i].lo = *(const uint4*)p;
+    b.v[i].hi = *(const uint4*)(p + 8);
+  }
+}
+
+template <int NV>
+INK_DEVICE void multiply_fragment(Tile& t, const Fragment<NV>& f, const Activations<NV>& b) {
+#pragma unroll
+  for (int i = 0; i < NV; i++) multiply(t, f.codes[i], f.scale(i), b.v[i]);
+}
+
+// The row tile lies in shared memory; its registers live for one vector only.
+template <int NV>
+INK_DEVICE void multiply_shared(Tile& t, const u8* tile, const Activations<NV>& b, int first, int lane) {
+#pragma unroll
+  for (int i = 0; i < NV; i++) {
+    const u8* p = vector_codes(tile, first + i, lane);
+    Codes codes;
+    Scales s = {0, 0};
+#if WEIGHTS == 0
+    codes.w = *(const uint4*)p;
+    s = scales_of<0>(*(const u16*)vector_scales(tile, first + i, lane));
+#else
+#pragma unroll
+    for (int m = 0; m < 4; m++) codes.w[m] = *(const uint4*)(p + m * 512);
+#endif
+    multiply(t, codes, s, b.v[i]);
+  }
+}
+
+// ---- sums over the warps of a block ----
+// A warp's tile as [row 16][token 8] floats.
+INK_DEVICE void store_tile(float* p, const Tile& t, int lane) {
+  *(float2*)(p + lane * 2) = make_float2(t.c[0][0] + t.c[1][0], t.c[0][1] + t.c[1][1]);
+  *(float2*)(p + 64 + lane * 2) = make_float2(t.c[0][2] + t.c[1][2], t.c[0][3] + t.c[1][3]);
+}
+// Sum of N floats `stride` apart, in an order of its own: even ones, odd ones, then both.
+template <int N> INK_DEVICE float strided_sum(const float* p, int stride) {
+  float even = 0, odd = 0;
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    even += p[i * stride];
+    if (i + 1 < N) odd += p[(i + 1) * stride];
+  }
+  return even + odd;
+}
+
+// ---- residual add and RMSNorm in front of a product ----
+// Sums of N (4 or 8) values over the lanes with N + 1 or 6 shuffles: afterwards lane l holds the sum of
+// value `token_of_lane(l)`. For every value the tree is that of a butterfly over 16, 8, 4, 2, 1.
+template <int N> INK_DEVICE int token_of_lane(int lane) {
+  return N == 8 ? (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1)
+                : (lane >> 4 & 1) * 2 + (lane >> 3 & 1);
+}
+template <int N> INK_DEVICE float token_sums(float (&v)[N], int lane) {
+  int offset = 16;
+#pragma unroll
+  for (int n = N / 2; n; n /= 2, offset /= 2) {
+    const bool upper = lane & offset;
+#pragma unroll
+    for (int i = 0; i < n; i++) {
+      const float mine = upper ? v[i + n] : v[i], theirs = upper ? v[i] : v[i + n];
+      v[i] = mine + __shfl_xor_sync(INK_FULL_WARP, theirs, offset);
+    }
+  }
+#pragma unroll
+  for (int o = N == 8 ? 2 : 4; o; o >>= 1) v[0] += __shfl_xor_sync(INK_FULL_WARP, v[0], o);
+  return v[0];
+}
+
+// s = x + delta;  z = bf16(s * rsqrt(mean s^2 + eps) * w) from the unrounded s.  THREADS threads, BATCH
+// tokens at a time; a thread owns elements 4 tid .. + 3 of every 4 THREADS. z goes to shared memory with
+// row stride H + 8 (no bank conflicts for B operands); rows T and above are left as they are.
+template <int H, int THREADS, int BATCH, bool DELTA> struct Norm {
+  static constexpr int STRIDE = H + 8, WARPS = THREADS / 32;
+  static constexpr int PARTS = (H + THREADS * 4 - 1) / (THREADS * 4);
+  static constexpr int Z_BYTES = MAX_TOKENS * STRIDE * 2, SUM_BYTES = MAX_TOKENS * WARPS * 4;
+  uint2 w[PARTS];
+
+  INK_DEVICE void load_weight(const bf16* weight) {
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+      const int k = (i * THREADS + threadIdx.x) * 4;
+      w[i] = k < H ? load_weight8(weight + k) : make_uint2(0, 0);
+    }
+  }
+
+  // residual and z_out (may be null): where row `own` of bf16(s) and of z go; own < 0 for none.
+  INK_DEVICE void run(const bf16* x, const bf16* delta, float eps, bf16* zs, float* sums,
+                      bf16* residual, bf16* z_out, int T, int own) {
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+#pragma unroll 1
+    for (int t0 = 0; t0 < T; t0 += BATCH) {
+      float s[BATCH][PARTS][4], squares[BATCH];
+#pragma unroll
+      for (int q = 0; q < BATCH; q++) {
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) {
+          const int k = (i * THREADS + tid) * 4;
+          const bool live = t0 + q < T && k < H;
+          const uint2 a = live ? load_act8(x + (t0 + q) * H + k) : make_uint2(0, 0);
+          const uint2 d = DELTA && live ? load_act8(delta + (t0 + q) * H + k) : make_uint2(0, 0);
+          // Both are kept as bits until all loads are on their way.
+          s[q][i][0] = __uint_as_float(a.x), s[q][i][1] = __uint_as_float(a.y);
+          s[q][i][2] = __uint_as_float(d.x), s[q][i][3] = __uint_as_float(d.y);
+        }
+      }
+#pragma unroll
+      for (int q = 0; q < BATCH; q++) {
+        squares[q] = 0;
+        if (t0 + q < T) {
+#pragma unroll
+          for (int i = 0; i < PARTS; i++) {
+            const u32 a0 = __float_as_uint(s[q][i][0]), a1 = __float_as_uint(s[q][i][1]);
+            const u32 d0 = __float_as_uint(s[q][i][2]), d1 = __float_as_uint(s[q][i][3]);
+            s[q][i][0] = DELTA ? low_float(a0) + low_float(d0) : low_float(a0);
+            s[q][i][1] = DELTA ? high_float(a0) + high_float(d0) : high_float(a0);
+            s[q][i][2] = DELTA ? low_float(a1) + low_float(d1) : low_float(a1);
+            s[q][i][3] = DELTA ? high_float(a1) + high_float(d1) : high_float(a1);
+#pragma unroll
+            for (int e = 0; e < 4; e++) squares[q] = fmaf(s[q][i][e], s[q][i][e], squares[q]);
+          }
+        }
+      }
+      if (T == 1) {  // fewer shuffles, the same tree
+        const float sum = warp_sum(squares[0]);
+        if (lane == 0) sums[warp] = sum;
+      } else {
+        const float sum = token_sums<BATCH>(squares, lane);
+        if ((lane & (32 / BATCH - 1)) == 0)
+          sums[(t0 + token_of_lane<BATCH>(lane)) * WARPS + warp] = sum;
+      }
+      __syncthreads();
+#pragma unroll
+      for (int q = 0; q < BATCH; q++)
+        if (t0 + q < T) {
+          const float mean = strided_sum<WARPS>(sums + (t0 + q) * WARPS, 1) * (1.f / H);
+          const float r = rsqrt_approx(mean + eps);
+#pragma unroll
+          for (int i = 0; i < PARTS; i++) {
+            const int k = (i * THREADS + tid) * 4;
+            const float* v = s[q][i];
+            const uint2 z = make_uint2(
+                pack_bf16(v[0] * r * low_float(w[i].x), v[1] * r * high_float(w[i].x)),
+                pack_bf16(v[2] * r * low_float(w[i].y), v[3] * r * high_float(w[i].y)));
+            if (k < H) {
+              *(uint2*)(zs + (t0 + q) * STRIDE + k) = z;
+              if (t0 + q == own) {
+                if (residual)
+                  *(uint2*)(residual + own * H + k) =
+                      make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
+                if (z_out) *(uint2*)(z_out + own * H + k) = z;
+              }
+            }
+          }
+        }
+    }
+    __syncthreads();
+  }
+};
+
+// Activation of a gated pair in the model's exact form, of rounded or unrounded g and u.
+INK_DEVICE float silu_exact(float g) { return g / (1.f + expf(-g)); }
+INK_DEVICE float silu_approx(float g) {
+  return g * rcp_approx(1.f + exp2_approx(g * -1.44269504088896341f));
+}
+
+// Where launch_dependents stands: 0 first instruction, 1 after the wait, 2 never (at the end).
+#ifndef TRIGGER
+#define TRIGGER 1
+#endif
+INK_DEVICE void trigger_first() {
+  if (TRIGGER == 0) pdl_trigger();
+}
+INK_DEVICE void wait_and_trigger() {
+  pdl_wait();
+  if (TRIGGER == 1) pdl_trigger();
+}
+
+#endif  // INK_W4A16_CUH

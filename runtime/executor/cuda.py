@@ -1,0 +1,314 @@
+"""The CUDA executor: runs plans as CUDA graphs on one GPU, without torch.
+
+Each step is one graph whose kernels may start before their predecessors end (programmatic edges).
+Positions, lengths and tokens are read from device memory, so a graph is captured once and replayed.
+What is where on the device is `cuda_memory.DeviceMemory`.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inkrt.errors import DeviceError, EngineMismatchError
+from inkrt.runtime.engine_file import EngineConfig, read_engine
+from inkrt.runtime.executor import StepInput, StepOutput
+from inkrt.runtime.executor.cuda_memory import DeviceMemory, num_bytes
+from inkrt.runtime.plan import IntParam, Kernel, KernelParam, Plan, TensorParam
+
+_NUMPY_DTYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
+RING_SIZE = 1024
+
+
+class CudaExecutor:
+    """An engine on one GPU; see `runtime.executor.Executor`.
+
+    Attributes:
+        memory: what is where on the device.
+
+    Raises:
+        EngineMismatchError: from the constructor, if the GPU or the driver does not fit.
+        CapacityError: from the constructor, if the engine does not fit into free memory.
+        EngineFormatError: from the constructor, if plans or weights are damaged.
+    """
+
+    def __init__(self, folder: Path, config: EngineConfig, device: int = 0) -> None:
+        from cuda.bindings import driver
+        from cuda.core import Device, ObjectCode
+
+        self._driver = driver
+        self._config = config
+        self._device = _open_device(Device, device, folder, config)
+        self._stream = self._device.create_stream()
+        self._plans, cubins = read_engine(folder, 0)
+        self._modules = {name: ObjectCode.from_cubin(code) for name, code in cubins.items()}
+        self.memory = DeviceMemory(driver, folder, config, self._plans, self._stream.handle)
+        self._check = self.memory.check
+        self._inputs = self.memory.host_bytes(self.memory.input_bytes)
+        self._ring = self.memory.host_bytes(RING_SIZE * 8).view(np.uint64)
+        self._error = self.memory.host_bytes(4).view(np.int32)
+        self._outputs = self.memory.host_bytes(self._output_bytes())
+        self._graphs = {name: self._capture(plan) for name, plan in self._plans.items()}
+        self._loop = self._capture(self._plans["decode"], advances=True)
+
+    def run(self, step: str, step_input: StepInput) -> StepOutput:
+        """Run one step and wait for it."""
+        plan = self._plans[step]
+        self._send_inputs(step_input)
+        self._graphs[step].launch(self._stream)
+        count = len(step_input.tokens)
+        rows = count if plan.num_rows == plan.num_tokens else plan.num_rows
+        outputs = self._receive(plan, rows)
+        return StepOutput(outputs["tokens"], outputs["logits"])
+
+    def decode(self, step_input: StepInput, count: int) -> Iterator[int]:
+        """Run `count` decode steps, each on the token that the one before has drawn.
+
+        The host queues steps ahead and reads tokens from pinned memory; nothing is copied back. All
+        positions must be reserved. Closing the iterator early leaves queued steps to run to their
+        end; their tokens are lost and their state is beyond the session's length.
+
+        Yields:
+            The token drawn by each step.
+        """
+        self._send_inputs(step_input)
+        first = step_input.position + len(step_input.tokens)
+        self._ring[:] = 0
+        ahead = 4
+        for _ in range(min(ahead, count)):
+            self._loop.launch(self._stream)
+        try:
+            for index in range(count):
+                if index + ahead < count:
+                    self._loop.launch(self._stream)
+                yield self._await_token(first + index)
+        finally:
+            self._synchronize()
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy all ring buffers of a slot."""
+        self.memory.copy_entries("ring", source, target)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page of every paged buffer."""
+        self.memory.copy_entries("paged", source, target)
+
+    def read(self, step: str, tensor: int) -> NDArray[np.uint8]:
+        """Bytes of a tensor of a plan as the last run left them; for parity reports."""
+        spec = self._plans[step].tensors[tensor]
+        size = num_bytes(spec)
+        host = np.empty(size, np.uint8)
+        self._synchronize()
+        self._check(
+            self._driver.cuMemcpyDtoH(host.ctypes.data, self.memory.address(step, spec), size)
+        )
+        return host
+
+    def time_step(self, step: str, step_input: StepInput, num_runs: int) -> list[float]:
+        """GPU time in ms of `num_runs` replays of a step on the same inputs, back to back."""
+        driver, check = self._driver, self._check
+        self._send_inputs(step_input)
+        events = [check(driver.cuEventCreate(0)) for _ in range(num_runs + 1)]
+        graph = self._graphs[step]
+        check(driver.cuEventRecord(events[0], self._stream.handle))
+        for event in events[1:]:
+            graph.launch(self._stream)
+            check(driver.cuEventRecord(event, self._stream.handle))
+        self._synchronize()
+        return [
+            float(check(driver.cuEventElapsedTime(first, last))) for first, last in pairwise(events)
+        ]
+
+    def close(self) -> None:
+        """Release all memory."""
+        if self.memory.base:
+            self._synchronize()
+            self._graphs.clear()
+            self.memory.close()
+
+    def _capture(self, plan: Plan, *, advances: bool = False) -> Any:
+        """One graph of all kernels of a plan; with `advances`, it feeds itself."""
+        from cuda.core import LaunchConfig, launch
+
+        builder = self._device.create_graph_builder()
+        builder.begin_building()
+        for kernel in (kernel for item in plan.launches for kernel in item.kernels):
+            self._add_kernel(builder, plan, kernel)
+        if advances:
+            inputs, offsets = self.memory.inputs, self.memory.input_offsets
+            drawn = self.memory.address(plan.name, plan.tensors[plan.outputs["tokens"]])
+            config = LaunchConfig(grid=1, block=1, programmatic_stream_serialization=True)
+            launch(
+                builder,
+                config,
+                self._modules["advance"].get_kernel("advance"),
+                drawn,
+                inputs + offsets["tokens"],
+                inputs + offsets["position"],
+                self._ring.ctypes.data,
+                ctypes.c_int(RING_SIZE),
+            )
+        graph = builder.end_building().complete()
+        graph.upload(self._stream)
+        return graph
+
+    def _add_kernel(self, builder: Any, plan: Plan, kernel: Kernel) -> None:
+        from cuda.core import LaunchConfig, launch
+
+        x, y, z = kernel.grid
+        has_cluster = kernel.cluster > 1
+        config = LaunchConfig(
+            grid=(x // kernel.cluster, y, z),  # in clusters
+            cluster=(kernel.cluster, 1, 1) if has_cluster else None,
+            block=kernel.block,
+            shmem_size=kernel.smem_bytes,
+            is_cooperative=kernel.cooperative,
+            programmatic_stream_serialization=kernel.pdl,
+        )
+        function = self._modules[kernel.cubin].get_kernel(kernel.entry)
+        if kernel.smem_bytes > 48 * 1024:
+            attribute = self._driver.CUfunction_attribute
+            self._check(
+                self._driver.cuKernelSetAttribute(
+                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    kernel.smem_bytes,
+                    function.handle,
+                    self._device.device_id,
+                )
+            )
+        launch(builder, config, function, *(self._param(plan, item) for item in kernel.params))
+
+    def _param(self, plan: Plan, param: KernelParam) -> Any:
+        if isinstance(param, TensorParam):
+            return self.memory.address(plan.name, plan.tensors[param.tensor])
+        if isinstance(param, IntParam):
+            return ctypes.c_int(param.value)
+        return ctypes.c_float(param.value)
+
+    def _send_inputs(self, step_input: StepInput) -> None:
+        sampling = step_input.sampling
+        values: dict[str, Any] = {
+            "tokens": step_input.tokens,
+            "position": [step_input.position],
+            "num_tokens": [len(step_input.tokens)],
+            "slot": [step_input.slot],
+            "rank": [0],
+            "page_table": step_input.pages,
+            "temperature": [sampling.temperature],
+            "top_k": [sampling.top_k],
+            "top_p": [sampling.top_p],
+            "min_p": [sampling.min_p],
+            "seed": [sampling.seed],
+        }
+        self._synchronize()  # the staging memory may still be on its way
+        self._inputs[:] = 0
+        for name, value in values.items():
+            if name in self.memory.input_offsets:
+                dtype = _NUMPY_DTYPES[self.memory.input_dtypes[name]]
+                start = self.memory.input_offsets[name]
+                data = np.asarray(value, dtype).view(np.uint8)
+                self._inputs[start : start + data.size] = data
+        self._check(
+            self._driver.cuMemcpyHtoDAsync(
+                self.memory.inputs,
+                self._inputs.ctypes.data,
+                self.memory.input_bytes,
+                self._stream.handle,
+            )
+        )
+
+    def _receive(self, plan: Plan, rows: int) -> dict[str, Any]:
+        """Copy the first rows of every output to the host and wait."""
+        results: dict[str, Any] = {}
+        offset = 0
+        for name, index in plan.outputs.items():
+            spec = plan.tensors[index]
+            dtype = _NUMPY_DTYPES[spec.dtype]
+            width = int(np.prod(spec.shape[1:]))
+            size = rows * width * np.dtype(dtype).itemsize
+            host = self._outputs[offset : offset + size]
+            self._check(
+                self._driver.cuMemcpyDtoHAsync(
+                    host.ctypes.data,
+                    self.memory.address(plan.name, spec),
+                    size,
+                    self._stream.handle,
+                )
+            )
+            results[name] = host.view(dtype).reshape((rows, *spec.shape[1:]))
+            offset += -(-size // 8) * 8
+        self._check_error()
+        return {name: value.copy() for name, value in results.items()}
+
+    def _await_token(self, position: int) -> int:
+        """Spin on pinned memory until the token at `position` has been drawn."""
+        slot = position % RING_SIZE
+        spins = 0
+        while True:
+            word = int(self._ring[slot])
+            if word >> 32 == position:
+                return word & 0xFFFFFFFF
+            spins += 1
+            if spins % 100_000 == 0:  # a dead GPU must not hang the host
+                self._require_alive(slot, position)
+
+    def _require_alive(self, slot: int, position: int) -> None:
+        (status,) = self._driver.cuStreamQuery(self._stream.handle)
+        if status == self._driver.CUresult.CUDA_ERROR_NOT_READY:
+            return
+        self._check((status,))
+        self._check_error()
+        if int(self._ring[slot]) >> 32 != position:
+            raise DeviceError(f"the GPU is idle but has drawn no token for position {position}")
+
+    def _check_error(self) -> None:
+        """Wait for the stream and raise if a kernel has set the error word."""
+        self._check(
+            self._driver.cuMemcpyDtoHAsync(
+                self._error.ctypes.data, self.memory.error, 4, self._stream.handle
+            )
+        )
+        self._synchronize()
+        if code := int(self._error[0]):
+            raise DeviceError(
+                f"a kernel gave up waiting (error word {code:#x}); another process may occupy "
+                f"multiprocessors of this GPU: close it and open the engine again"
+            )
+
+    def _output_bytes(self) -> int:
+        return max(
+            sum(-(-num_bytes(plan.tensors[index]) // 8) * 8 for index in plan.outputs.values())
+            for plan in self._plans.values()
+        )
+
+    def _synchronize(self) -> None:
+        self._check(self._driver.cuStreamSynchronize(self._stream.handle))
+
+
+def _open_device(device_class: Any, number: int, folder: Path, config: EngineConfig) -> Any:
+    """Make the GPU current and check that it runs the engine's target."""
+    if config.tp_size != 1:
+        raise EngineMismatchError(
+            f"engine {folder} is for {config.tp_size} ranks, this version runs one rank on a GPU; "
+            f"rebuild it with: {config.rebuild_command} --tp-size 1"
+        )
+    try:
+        device = device_class(number)
+        device.set_current()
+    except Exception as error:  # cuda.core raises its own classes, and ImportError without a driver
+        raise DeviceError(
+            f"engine {folder} was built for {config.target}, but no GPU is usable here ({error}); "
+            f"check the driver with nvidia-smi, or build with --target cpu"
+        ) from None
+    capability = device.compute_capability
+    found = f"sm_{capability.major}{capability.minor}"
+    if found != config.target.rstrip("af"):
+        raise EngineMismatchError(
+            f"engine {folder} was built for {config.target}, this GPU is {found} ({device.name}); "
+            f"rebuild it for {found}: {config.rebuild_command}"
+        )
+    return device

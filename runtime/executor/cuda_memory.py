@@ -1,0 +1,207 @@
+"""Device memory of a CUDA engine: one allocation for weights, state, arena, scratch and inputs."""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inkrt.errors import CapacityError, DeviceError
+from inkrt.runtime.engine_file import EngineConfig, weight_files
+from inkrt.runtime.executor.weight_loader import (
+    CHUNK_BYTES,
+    WeightChunk,
+    WeightLoader,
+    WeightRegion,
+    weight_regions,
+)
+from inkrt.runtime.plan import DTYPE_BYTES, Plan, TensorSpec
+
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A named piece of one allocation: offset and size in bytes."""
+
+    offset: int
+    size: int
+
+
+class Arena:
+    """One device allocation cut into named pieces."""
+
+    def __init__(self) -> None:
+        self.regions: dict[str, Region] = {}
+        self.size = 0
+
+    def add(self, name: str, size: int) -> None:
+        """Append a piece; offsets are ALIGNMENT-aligned."""
+        assert name not in self.regions, f"{name} is allocated twice"
+        offset = -(-self.size // ALIGNMENT) * ALIGNMENT
+        self.regions[name] = Region(offset, size)
+        self.size = offset + size
+
+
+def require_free(needed: int, free: int, what: str) -> None:
+    """Raise CapacityError unless `needed` bytes are free on the device."""
+    if needed > free:
+        raise CapacityError(
+            f"{what} needs {needed / 2**30:.2f} GiB of GPU memory, {free / 2**30:.2f} GiB are "
+            f"free; free some, or rebuild with a smaller --max-seq-len or --max-batch-size"
+        )
+
+
+class DeviceMemory:
+    """All device memory of an engine in one allocation, and its pinned host memory.
+
+    Attributes:
+        base: device address of the allocation; 0 once it is freed.
+        inputs: device address of the block of step inputs.
+        input_offsets: byte offset of every input in that block.
+        input_dtypes: dtype of every input, as in plans.
+        input_bytes: size of that block.
+        error: device address of the error word that kernels share.
+        load_rate: GB/s at which weights were loaded; 0 if there were none.
+
+    Raises:
+        CapacityError: from the constructor, if the engine does not fit into free memory.
+        EngineFormatError: from the constructor, if a weight file is damaged.
+    """
+
+    def __init__(
+        self, driver: Any, folder: Path, config: EngineConfig, plans: dict[str, Plan], stream: Any
+    ) -> None:
+        self._driver = driver
+        self._config = config
+        self._stream = stream
+        self._pinned: list[int] = []
+        self._arena = Arena()
+        self.base = 0
+        paths = [folder / name for name in weight_files(config, 0)]
+        weights = list(weight_regions(paths))
+        self._plan(weights, plans)
+        free, _ = self.check(driver.cuMemGetInfo())
+        require_free(self._arena.size, free, f"engine {folder}")
+        self.base = int(self.check(driver.cuMemAlloc(self._arena.size)))
+        regions = self._arena.regions
+        self.inputs = self.base + regions["inputs"].offset
+        self.error = self.base + regions["error"].offset
+        self._fill(plans)
+        self.load_rate = self._load(weights)
+
+    def address(self, step: str, spec: TensorSpec) -> int:
+        """Device address of a tensor of a step's plan."""
+        regions = self._arena.regions
+        if spec.space == "scratch" and spec.name.startswith("error."):
+            return self.error
+        if spec.space == "input":
+            return self.inputs + self.input_offsets[spec.storage] + spec.offset
+        name = {
+            "scratch": f"scratch/{step}",
+            "arena": "arena",
+        }.get(spec.space, f"{spec.space}/{spec.storage}")
+        return self.base + regions[name].offset + spec.offset
+
+    def region(self, name: str) -> Region:
+        """A piece of the allocation, e.g. "state/layers.0.attn.k_cache"."""
+        return self._arena.regions[name]
+
+    def copy_entries(self, kind: str, source: int, target: int) -> None:
+        """Copy one slot or page of every state buffer of a kind."""
+        for spec in self._config.state.buffers:
+            if spec.kind != kind:
+                continue
+            region = self.region(f"state/{spec.name}")
+            size = region.size // spec.shape[0]
+            start = self.base + region.offset
+            self.check(
+                self._driver.cuMemcpyDtoDAsync(
+                    start + target * size, start + source * size, size, self._stream
+                )
+            )
+
+    def host_bytes(self, size: int) -> NDArray[np.uint8]:
+        """Zeroed pinned host memory, which kernels can address too."""
+        address = int(self.check(self._driver.cuMemHostAlloc(max(size, 8), 0)))
+        self._pinned.append(address)
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        array[:] = 0
+        return array
+
+    def check(self, result: Any) -> Any:
+        """Values of a driver call.
+
+        Raises:
+            DeviceError: the call failed.
+        """
+        status, *values = result
+        if status:
+            _, name = self._driver.cuGetErrorName(status)
+            _, text = self._driver.cuGetErrorString(status)
+            raise DeviceError(
+                f"CUDA call failed: {(name or b'unknown').decode()}: {(text or b'').decode()}"
+            )
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def close(self) -> None:
+        """Free everything; may be called again."""
+        if self.base:
+            self.check(self._driver.cuMemFree(self.base))
+            self.base = 0
+        while self._pinned:
+            self.check(self._driver.cuMemFreeHost(self._pinned.pop()))
+
+    def _plan(self, weights: list[WeightRegion], plans: dict[str, Plan]) -> None:
+        arena = self._arena
+        for weight in weights:
+            arena.add(f"weight/{weight.name}", weight.size)
+        for spec in self._config.state.buffers:
+            size = math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+            arena.add(f"state/{spec.name}", size)
+        arena.add("arena", max(plan.arena_bytes for plan in plans.values()))
+        for name, plan in plans.items():
+            arena.add(f"scratch/{name}", plan.scratch_bytes)
+        arena.add("error", 4)
+        sizes: dict[str, int] = {}
+        self.input_dtypes: dict[str, str] = {}
+        for plan in plans.values():
+            for name, index in plan.inputs.items():
+                spec_of_input = plan.tensors[index]
+                sizes[name] = max(sizes.get(name, 0), num_bytes(spec_of_input))
+                self.input_dtypes[name] = spec_of_input.dtype
+        self.input_offsets: dict[str, int] = {}
+        self.input_bytes = 0
+        for name, size in sizes.items():
+            self.input_offsets[name] = self.input_bytes
+            self.input_bytes += -(-size // 16) * 16
+        arena.add("inputs", self.input_bytes)
+
+    def _fill(self, plans: dict[str, Plan]) -> None:
+        """Zero everything that is not a weight, then set what kernels expect in scratch."""
+        for name, region in self._arena.regions.items():
+            if not name.startswith("weight/") and region.size:
+                self.check(self._driver.cuMemsetD8(self.base + region.offset, 0, region.size))
+        for step, plan in plans.items():
+            start = self.base + self.region(f"scratch/{step}").offset
+            for fill in plan.fills:
+                self.check(self._driver.cuMemsetD8(start + fill.offset, fill.value, fill.size))
+
+    def _load(self, weights: list[WeightRegion]) -> float:
+        chunks = []
+        for weight in weights:
+            start = self.region(f"weight/{weight.name}").offset
+            for done in range(0, weight.size, CHUNK_BYTES):
+                count = min(CHUNK_BYTES, weight.size - done)
+                chunks.append(WeightChunk(weight.path, weight.offset + done, start + done, count))
+        if not chunks:
+            return 0.0
+        return WeightLoader(self._driver, self.check).load(chunks, self.base, self._stream)
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Bytes of a contiguous tensor."""
+    return math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
