@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import inkrt
-from inkrt.builder.checkpoint import Checkpoint
+from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint
 from inkrt.builder.compile import Compiler
+from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower
 from inkrt.builder.options import BuildOptions
@@ -41,13 +42,14 @@ from inkrt.runtime.engine_file import (
     FORMAT,
     FORMAT_VERSION,
     TOKENIZER_FILES,
+    EngineCode,
     EngineConfig,
     MemoryTable,
     ModelInfo,
     StateLayout,
     StateSpec,
+    encode_code,
     encode_config,
-    encode_plans,
     plan_file,
 )
 from inkrt.runtime.plan import DTYPE_BYTES, Plan
@@ -75,7 +77,7 @@ class Prepared:
     tensors: list[PackedTensor]
     state: StateLayout
     memory: MemoryTable
-    cubins: dict[str, bytes]
+    code: EngineCode
 
     @property
     def weight_bytes(self) -> int:
@@ -84,7 +86,7 @@ class Prepared:
 
 
 def prepare(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointSource,
     options: BuildOptions,
     progress: Progress = lambda _line: None,
     dump_folder: Path | None = None,
@@ -144,7 +146,7 @@ def prepare(
         tensors,
         layout,
         _memory_table(tensors, layout, plans),
-        target.compiler.cubins if target.compiler else {},
+        _engine_code(plans, target, tensors, options),
     )
 
 
@@ -161,7 +163,7 @@ def build_engine(
         InkError: the checkpoint or an option is unfit, or writing failed.
     """
     check_target(target)
-    checkpoint = Checkpoint(checkpoint_folder)
+    checkpoint = open_checkpoint(checkpoint_folder)
     progress(f"checkpoint {checkpoint_folder}: {len(checkpoint.names)} tensors")
     prepared = prepare(checkpoint, options, progress, dump_folder)
     is_dummy = options.weights == "dummy"
@@ -170,10 +172,10 @@ def build_engine(
         if not is_dummy:
             _pack_weights(folder, checkpoint, prepared, progress)
         for rank in range(options.tp_size):
-            write_file(folder / plan_file(rank), encode_plans(prepared.plans, prepared.cubins))
+            write_file(folder / plan_file(rank), encode_code(prepared.code))
         for name in TOKENIZER_FILES:
-            if (checkpoint_folder / name).is_file():
-                shutil.copyfile(checkpoint_folder / name, folder / name)
+            if (checkpoint.folder / name).is_file():
+                shutil.copyfile(checkpoint.folder / name, folder / name)
         config = _engine_config(prepared, checkpoint, folder)
         write_file(folder / CONFIG_NAME, encode_config(config))
     progress(f"engine {target}: {sum(entry.size for entry in config.files.values()):,} bytes")
@@ -181,7 +183,7 @@ def build_engine(
 
 
 def _resolve(
-    checkpoint: Checkpoint, definition: Definition, model: ModelConfig, options: BuildOptions
+    checkpoint: CheckpointSource, definition: Definition, model: ModelConfig, options: BuildOptions
 ) -> BuildOptions:
     """Replace "auto" and 0 by what the checkpoint gives."""
     limit = model.max_position_embeddings
@@ -195,7 +197,7 @@ def _resolve(
     return dataclasses.replace(options, dtype=dtype, max_seq_len=options.max_seq_len or limit)
 
 
-def _stored_dtype(checkpoint: Checkpoint, definition: Definition, model: ModelConfig) -> str:
+def _stored_dtype(checkpoint: CheckpointSource, definition: Definition, model: ModelConfig) -> str:
     """The dtype of the embedding, for a config that names none."""
     checkpoint.require_shards()
     source = definition.weight_sources(model, checkpoint.names, 0, Sharding(1, "experts"))["embed"]
@@ -203,7 +205,7 @@ def _stored_dtype(checkpoint: Checkpoint, definition: Definition, model: ModelCo
 
 
 def _check_weights(
-    checkpoint: Checkpoint, definition: Definition, model: ModelConfig, sharding: Sharding
+    checkpoint: CheckpointSource, definition: Definition, model: ModelConfig, sharding: Sharding
 ) -> None:
     """Compare the headers of all tensors with the configuration, before anything takes long."""
     checkpoint.require_shards()
@@ -211,6 +213,16 @@ def _check_weights(
         sources = definition.weight_sources(model, checkpoint.names, rank, sharding)
         for part in (part for source in sources.values() for part in source.parts):
             checkpoint.check(part)
+
+
+def _engine_code(
+    plans: dict[str, Plan], target: Target, tensors: list[PackedTensor], options: BuildOptions
+) -> EngineCode:
+    cubins = target.compiler.cubins if target.compiler else {}
+    if options.weights == "real":
+        return EngineCode(plans, cubins)
+    dummies = dummy_weights(tensors)
+    return EngineCode(plans, cubins, dummies.kind_of, dummies.templates)
 
 
 def _state_layout(module: nn.Module, state: StateOptions) -> StateLayout:
@@ -253,7 +265,7 @@ def _memory_table(
 
 
 def _pack_weights(
-    folder: Path, checkpoint: Checkpoint, prepared: Prepared, progress: Progress
+    folder: Path, checkpoint: CheckpointSource, prepared: Prepared, progress: Progress
 ) -> None:
     options, used = prepared.options, set[str]()
     started, written = time.monotonic(), 0
@@ -277,7 +289,7 @@ def _pack_weights(
         progress(f"unknown tensor left out: {name}")
 
 
-def _engine_config(prepared: Prepared, checkpoint: Checkpoint, folder: Path) -> EngineConfig:
+def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Path) -> EngineConfig:
     options, model = prepared.options, prepared.model
     build = dataclasses.asdict(options)
     used = {launch.op for plan in prepared.plans.values() for launch in plan.launches}

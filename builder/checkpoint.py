@@ -1,7 +1,7 @@
 """Reading a checkpoint folder: its config, and its tensors by lazy slices.
 
 Tensors are views of memory-mapped shards, so only the pages of the slices that are taken get read.
-This module knows files and dtypes, not models.
+This module knows files and dtypes, not models. GGUF files are read by `gguf_checkpoint`.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,63 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}  # by their safetensors codes
+
+
+class CheckpointSource(Protocol):
+    """What the builder reads of a checkpoint, in whichever format; see `Checkpoint`."""
+
+    folder: Path
+    config: "Mapping[str, Any]"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex sha256 over config and headers."""
+        ...
+
+    def require_shards(self) -> None:
+        """Raise CheckpointError if there are no tensors at all."""
+        ...
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Stored dtype of a tensor."""
+        ...
+
+    def check(self, part: Part) -> None:
+        """Compare the header of a tensor with what is expected of it; reads no data."""
+        ...
+
+    def read(self, part: Part) -> Tensor:
+        """The piece of a tensor."""
+        ...
+
+
+def open_checkpoint(path: Path) -> CheckpointSource:
+    """Open a folder with safetensors or with one GGUF file, or a GGUF file by its own path.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, or the folder holds both formats.
+    """
+    files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if not files:
+        return Checkpoint(path)
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"checkpoint {path} holds safetensors and {files[0].name}; name the .gguf file itself "
+            f"to take it, or move it away"
+        )
+    if len(files) > 1:
+        raise CheckpointError(
+            f"checkpoint {path} holds {len(files)} .gguf files; name one of them (a model that is "
+            f"split over several is not supported by this version)"
+        )
+    from inkrt.builder.gguf_checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(files[0])
 
 
 class Checkpoint:
@@ -41,7 +98,7 @@ class Checkpoint:
                 f"checkpoint {folder} is not a folder; name the one with the model's config.json"
             )
         self.folder = folder
-        self.config: Mapping[str, Any] = _read_json(folder / "config.json")
+        self.config: Mapping[str, Any] = read_json(folder / "config.json")
         self._shards: dict[str, Any] = {}
         self._shard_of: dict[str, str] = {}
         for shard in self._shard_names():
@@ -131,7 +188,7 @@ class Checkpoint:
 
     def _shard_names(self) -> list[str]:
         if (self.folder / INDEX_NAME).is_file():
-            weight_map = _read_json(self.folder / INDEX_NAME).get("weight_map")
+            weight_map = read_json(self.folder / INDEX_NAME).get("weight_map")
             if not isinstance(weight_map, dict) or not all(
                 isinstance(shard, str) for shard in weight_map.values()
             ):
@@ -145,7 +202,7 @@ class Checkpoint:
     def _check_index(self) -> None:
         if not (self.folder / INDEX_NAME).is_file():
             return
-        for name, shard in _read_json(self.folder / INDEX_NAME)["weight_map"].items():
+        for name, shard in read_json(self.folder / INDEX_NAME)["weight_map"].items():
             if self._shard_of.get(name) != shard:
                 raise CheckpointError(
                     f"{self.folder / shard} has no tensor {name}, which {INDEX_NAME} promises; "
@@ -153,7 +210,12 @@ class Checkpoint:
                 )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint.
+
+    Raises:
+        CheckpointError: the file cannot be read or holds something else.
+    """
     try:
         value = json.loads(path.read_bytes(), parse_constant=_number, parse_float=_number)
     except OSError as error:

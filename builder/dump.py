@@ -16,6 +16,7 @@ _SHORT = {
     torch.float32: "f32",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 
 

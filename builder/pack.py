@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from inkrt.builder.checkpoint import Checkpoint
+from inkrt.builder.checkpoint import CheckpointSource
 from inkrt.builder.lower_kernels import PackedWeights
 from inkrt.engines.interface import WeightSource
 from inkrt.errors import CheckpointError
@@ -82,7 +82,7 @@ def pack_rank(
     folder: Path,
     rank: int,
     tensors: list[PackedTensor],
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointSource,
     sources: Mapping[str, WeightSource],
 ) -> Iterator[tuple[Path, PackedTensor]]:
     """Write `rank<r>-0000i-of-0000N.safetensors`; yields each tensor once it is written.
@@ -105,7 +105,7 @@ def pack_rank(
 
 
 def _content(
-    tensor: PackedTensor, checkpoint: Checkpoint, sources: Mapping[str, WeightSource]
+    tensor: PackedTensor, checkpoint: CheckpointSource, sources: Mapping[str, WeightSource]
 ) -> Tensor:
     if tensor.packing is None:
         return read_weight(tensor, checkpoint, sources[tensor.name])
@@ -115,13 +115,16 @@ def _content(
     return data
 
 
-def read_weight(tensor: PackedTensor, checkpoint: Checkpoint, source: WeightSource) -> Tensor:
+def read_weight(tensor: PackedTensor, checkpoint: CheckpointSource, source: WeightSource) -> Tensor:
     """One weight of one rank: contiguous, on the CPU, in its packed dtype and shape.
 
     BF16 is widened exactly; F32 is rounded to nearest even where the model computes in BF16, as the
     reference does when it loads.
     """
     pieces = [checkpoint.read(part) for part in source.parts]
+    if source.is_one_of_equals:
+        _require_equal(checkpoint, source, pieces)
+        pieces = pieces[:1]
     value = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=source.dim)
     if source.pad:
         value = torch.cat([value, value.new_zeros(source.pad, *value.shape[1:])])
@@ -130,7 +133,29 @@ def read_weight(tensor: PackedTensor, checkpoint: Checkpoint, source: WeightSour
             f"{checkpoint.folder}: {source.parts[0].name} gives {list(value.shape)} for "
             f"{tensor.name}, which is {list(tensor.shape)}"
         )
+    if (value.dtype == torch.uint8) != (tensor.dtype == torch.uint8):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {source.parts[0].name} is {_name(value.dtype)}, "
+            f"{_name(tensor.dtype)} expected for {tensor.name}; config.json belongs to another "
+            f"release of the model"
+        )
     return value.to(tensor.dtype).reshape(tensor.shape).contiguous()
+
+
+def _require_equal(
+    checkpoint: CheckpointSource, source: WeightSource, pieces: list[Tensor]
+) -> None:
+    for part, piece in zip(source.parts, pieces, strict=True):
+        if not torch.equal(piece, pieces[0]):
+            names = f"{source.parts[0].name} and {part.name}"
+            raise CheckpointError(
+                f"{checkpoint.folder}: {names} must be equal, because the matrices that they scale "
+                f"are read as one; they are {pieces[0].tolist()} and {piece.tolist()}"
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _header(tensors: list[PackedTensor]) -> bytes:

@@ -7,6 +7,14 @@ from inkrt.engines.interface import Definition
 from inkrt.errors import ConfigError
 
 
+def _flint() -> Definition:
+    from inkrt.engines.flint.config import parse_config
+    from inkrt.engines.flint.model import Flint
+    from inkrt.engines.flint.weights import is_ignored, weight_sources
+
+    return Definition(parse_config, Flint, weight_sources, is_ignored)
+
+
 def _inkling2() -> Definition:
     from inkrt.engines.inkling2.config import parse_config
     from inkrt.engines.inkling2.model import Inkling2
@@ -16,6 +24,7 @@ def _inkling2() -> Definition:
 
 
 _DEFINITIONS: dict[str, Callable[[], Definition]] = {
+    "flint": _flint,
     "inkling2": _inkling2,
     "inkling2_text": _inkling2,
 }

@@ -114,11 +114,13 @@ class WeightSource:
         parts: pieces that are concatenated along dimension `dim`.
         dim: see parts.
         pad: zero rows appended along dimension 0 (uneven vocabulary shards).
+        is_one_of_equals: the parts hold the same values, which is checked, and one is taken.
     """
 
     parts: tuple[Part, ...]
     dim: int = 0
     pad: int = 0
+    is_one_of_equals: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ R / 64 consecutive pages per slot. The reference operators' view [entries, rows,
 buffer holds the same number of bytes in another order; `pack` and `unpack` go between them.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -59,14 +61,15 @@ def byte_in_buffer(
     return tile * tile_bytes(head_dim) + byte_in_tile(token, dim, head_dim)
 
 
-def _order(head_dim: int, device: torch.device) -> Tensor:
-    """Index in a tile's elements of (token, dim), int64 [64 * head_dim]."""
-    order = [
-        byte_in_tile(token, dim, head_dim) // 2
-        for token in range(PAGE_TOKENS)
-        for dim in range(head_dim)
-    ]
-    return torch.tensor(order, device=device)
+@cache
+def tile_order(head_dim: int) -> Tensor:
+    """Index in a tile's elements of (token, dim), int64 [64, head_dim]; not to be written to."""
+    return torch.tensor(
+        [
+            [byte_in_tile(token, dim, head_dim) // 2 for dim in range(head_dim)]
+            for token in range(PAGE_TOKENS)
+        ]
+    )
 
 
 def pack(cache: Tensor) -> Tensor:
@@ -83,7 +86,7 @@ def pack(cache: Tensor) -> Tensor:
     pages = cache.reshape(entries * rows // PAGE_TOKENS, PAGE_TOKENS, num_kv_heads, head_dim)
     tiles = pages.transpose(1, 2).reshape(len(pages), num_kv_heads, PAGE_TOKENS * head_dim)
     packed = torch.empty_like(tiles)
-    packed[:, :, _order(head_dim, cache.device)] = tiles
+    packed[:, :, tile_order(head_dim).flatten().to(cache.device)] = tiles
     return packed
 
 
@@ -99,6 +102,6 @@ def unpack(packed: Tensor, rows: int, head_dim: int) -> Tensor:
         [pages * 64 / rows, rows, KV, d].
     """
     num_kv_heads = packed.shape[1]
-    tiles = packed[:, :, _order(head_dim, packed.device)]
+    tiles = packed[:, :, tile_order(head_dim).flatten().to(packed.device)]
     pages = tiles.view(len(packed), num_kv_heads, PAGE_TOKENS, head_dim).transpose(1, 2)
     return pages.reshape(-1, rows, num_kv_heads, head_dim)

@@ -51,7 +51,7 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         [..., N, K], contiguous.
     """
-    blocks = decode_codes(codes).unflatten(-1, (-1, BLOCK))
+    blocks = decode_codes(codes).view(*scales.shape, BLOCK)
     return (blocks * decode_scales(scales)[..., None]).flatten(-2).to(dtype)
 
 

@@ -5,7 +5,8 @@ runtime reads them. Nothing here needs torch or a GPU, and nothing found in a fo
 
     config.json                        EngineConfig; a person can read it
     rank0.engine                       safetensors container: "plan/<step>" is a msgpack Plan,
-                                       "cubin/<hash>" the code of GPU kernels
+                                       "cubin/<hash>" the code of GPU kernels,
+                                       "template/<kind>" what fills dummy weights
     rank0-00001-of-0000N.safetensors   packed weights of rank 0, each file under 16 GiB
     tokenizer.json, ...                copied from the checkpoint
 """
@@ -13,7 +14,6 @@ runtime reads them. Nothing here needs torch or a GPU, and nothing found in a fo
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -28,7 +28,6 @@ from inkrt.runtime.plan import Plan
 FORMAT = "ink-engine"
 FORMAT_VERSION = 1
 CONFIG_NAME = "config.json"
-EMPTY: Mapping[str, bytes] = MappingProxyType({})
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -178,14 +177,33 @@ def encode_config(config: EngineConfig) -> bytes:
     return msgspec.json.format(msgspec.json.encode(config, order="sorted"), indent=2) + b"\n"
 
 
-def encode_plans(plans: Mapping[str, Plan], cubins: Mapping[str, bytes] = EMPTY) -> bytes:
-    """A `.engine` file as bytes, from plans by step and cubins by name."""
+class EngineCode(Struct, frozen=True):
+    """The content of a rank's `.engine` file.
+
+    Attributes:
+        plans: by step name.
+        cubins: code of GPU kernels by name; empty on the CPU.
+        template_of: without weight files, the template that fills a weight, by the weight's name.
+        templates: bytes that are repeated over a weight, by name.
+    """
+
+    plans: dict[str, Plan]
+    cubins: dict[str, bytes] = msgspec.field(default_factory=dict)
+    template_of: dict[str, str] = msgspec.field(default_factory=dict)
+    templates: dict[str, bytes] = msgspec.field(default_factory=dict)
+
+
+def encode_code(code: EngineCode) -> bytes:
+    """A `.engine` file as bytes."""
     tensors = {
         f"plan/{name}": np.frombuffer(msgspec.msgpack.encode(plan, order="sorted"), np.uint8)
-        for name, plan in sorted(plans.items())
+        for name, plan in sorted(code.plans.items())
     }
-    for name, code in sorted(cubins.items()):
-        tensors[f"cubin/{name}"] = np.frombuffer(code, np.uint8)
+    for kind, blobs in (("cubin", code.cubins), ("template", code.templates)):
+        for name, data in sorted(blobs.items()):
+            tensors[f"{kind}/{name}"] = np.frombuffer(data, np.uint8)
+    template_of = msgspec.msgpack.encode(code.template_of, order="sorted")
+    tensors["template_of"] = np.frombuffer(template_of, np.uint8)
     return safetensors_numpy.save(tensors, metadata={"format": FORMAT})
 
 
@@ -241,7 +259,8 @@ def check_files(folder: Path, config: EngineConfig, *, verify_hashes: bool = Fal
     Args:
         folder: the engine folder.
         config: its configuration.
-        verify_hashes: also read every file and compare its sha256.
+        verify_hashes: also read every file and compare its sha256. Plans and kernels are small and
+            decide what runs, so theirs are always compared.
     """
     problems = []
     for name, entry in sorted(config.files.items()):
@@ -250,7 +269,7 @@ def check_files(folder: Path, config: EngineConfig, *, verify_hashes: bool = Fal
             problems.append(f"{name} is missing")
         elif (size := path.stat().st_size) != entry.size:
             problems.append(f"{name} has {size} bytes, {entry.size} expected (truncated copy?)")
-        elif verify_hashes and sha256_of(path) != entry.sha256:
+        elif (verify_hashes or path.suffix == ".engine") and sha256_of(path) != entry.sha256:
             problems.append(f"{name} has a wrong sha256 (damaged)")
     return problems
 
@@ -273,16 +292,12 @@ def sha256_of(path: Path) -> str:
 
 
 def read_plans(folder: Path, rank: int) -> dict[str, Plan]:
-    """The plans of one rank by step name.
-
-    Raises:
-        EngineFormatError: the file is missing or damaged.
-    """
-    return read_engine(folder, rank)[0]
+    """The plans of one rank by step name; see `read_code`."""
+    return read_code(folder, rank).plans
 
 
-def read_engine(folder: Path, rank: int) -> tuple[dict[str, Plan], dict[str, bytes]]:
-    """The plans of one rank by step name, and the cubins by name.
+def read_code(folder: Path, rank: int) -> EngineCode:
+    """The content of a rank's `.engine` file.
 
     Raises:
         EngineFormatError: the file is missing or damaged.
@@ -291,17 +306,22 @@ def read_engine(folder: Path, rank: int) -> tuple[dict[str, Plan], dict[str, byt
     try:
         tensors = safetensors_numpy.load_file(path)
         plans = {
-            name.removeprefix("plan/"): msgspec.msgpack.decode(data.tobytes(), type=Plan)
-            for name, data in tensors.items()
-            if name.startswith("plan/")
+            name: msgspec.msgpack.decode(data, type=Plan)
+            for name, data in _under("plan/", tensors).items()
         }
-        cubins = {
-            name.removeprefix("cubin/"): data.tobytes()
-            for name, data in tensors.items()
-            if name.startswith("cubin/")
-        }
-        return plans, cubins
-    except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        template_of = msgspec.msgpack.decode(tensors["template_of"].tobytes(), type=dict[str, str])
+        return EngineCode(
+            plans, _under("cubin/", tensors), template_of, _under("template/", tensors)
+        )
+    except (OSError, KeyError, SafetensorError, msgspec.MsgspecError) as error:
         raise EngineFormatError(
             f"{path} is damaged ({error}); copy the engine again or rebuild it"
         ) from None
+
+
+def _under(prefix: str, tensors: Mapping[str, Any]) -> dict[str, bytes]:
+    return {
+        name.removeprefix(prefix): data.tobytes()
+        for name, data in tensors.items()
+        if name.startswith(prefix)
+    }

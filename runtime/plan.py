@@ -4,6 +4,7 @@ This module owns the types of what an engine executes and knows neither how plan
 (builder) nor how they run (runtime.executor). Every rank of an engine runs the same plan.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -16,7 +17,8 @@ class TensorSpec(Struct, frozen=True):
 
     Attributes:
         name: graph name, for people; unique in a plan.
-        dtype: torch spelling without the prefix: "bfloat16", "float32", "int32", "int64".
+        dtype: torch spelling without the prefix: "bfloat16", "float32", "int32", "int64",
+            "uint8".
         shape: in elements.
         strides: in elements.
         space: the memory it lives in. Scratch belongs to one launch of one plan and keeps its
@@ -163,4 +165,16 @@ class Plan(Struct, frozen=True):
     fills: tuple[Fill, ...] = ()
 
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "uint8": 1}
+
+
+def weight_specs(plans: Mapping[str, Plan]) -> dict[str, TensorSpec]:
+    """How the plans of an engine read every weight, by its name: packed, where kernels do."""
+    specs: dict[str, TensorSpec] = {}
+    for plan in plans.values():
+        for spec in plan.tensors:
+            is_packed = spec.dtype == "uint8" and len(spec.shape) == 1
+            is_whole = spec.offset == 0 and spec.storage not in specs
+            if spec.space == "weight" and (is_packed or is_whole):
+                specs[spec.storage] = spec
+    return specs

@@ -1,13 +1,13 @@
-"""linear + all_gather + crop + softcap + sample -> lm_head_sample.
+"""linear + all_gather + crop [+ softcap] + sample -> lm_head_sample.
 
 The fused operator never has to write the logits of all ranks before it chooses; on several ranks it
-exchanges what the choice needs.
+exchanges what the choice needs. Logits without a softcap must be in float32 already, as `sample`
+takes no others.
 """
-
-from typing import Any
 
 from torch.fx import Node
 
+from inkrt.builder.projection import Projection, projection_of
 from inkrt.builder.rewrite import (
     are_users_after,
     arguments,
@@ -27,28 +27,30 @@ def fuse_lm_head_sample(graph: StepGraph) -> StepGraph:
     """Fuse each `sample` call with the projection of its logits."""
     for node in calls(graph.module.graph, "sample"):
         sample = arguments(node)
-        softcap_node = sample["logits"]
-        if not is_call(softcap_node, "softcap") or not are_users_after(softcap_node, node):
-            continue
-        softcap = arguments(softcap_node)
-        head = _head_of(softcap["x"], graph.tp_size)
-        if head is None:
+        logits, cap = sample["logits"], 0.0
+        columns = logits
+        if is_call(logits, "softcap"):
+            softcap = arguments(logits)
+            columns, cap = softcap["x"], softcap["cap"]
+        head = _head_of(columns, graph.tp_size)
+        if head is None or not are_users_after(logits, node):
             continue
         fused = insert_call(
             node,
             "lm_head_sample",
             {
-                "x": head["x"],
-                "weight": head["weight"],
-                "vocab_size": shape_of(softcap_node)[-1],
-                "cap": softcap["cap"],
+                "x": head.x,
+                **head.weight_arguments("weight"),
+                "vocab_size": shape_of(logits)[-1],
+                "cap": cap,
+                "logits_dtype": columns.meta["val"].dtype,
                 **{name: sample[name] for name in SAMPLING},
                 "tp_size": graph.tp_size,
             },
             node,
         )
         node.replace_all_uses_with(insert_getitem(fused, 0))
-        softcap_node.replace_all_uses_with(
+        logits.replace_all_uses_with(
             insert_getitem(fused, 1),
             delete_user_cb=lambda user: user is not node,  # noqa: B023
         )
@@ -56,8 +58,8 @@ def fuse_lm_head_sample(graph: StepGraph) -> StepGraph:
     return graph
 
 
-def _head_of(logits: Node, tp_size: int) -> dict[str, Any] | None:
-    """Arguments of the projection whose first columns, of all ranks, are `logits`."""
+def _head_of(logits: Node, tp_size: int) -> Projection | None:
+    """The projection whose first columns, of all ranks, are `logits`."""
     node = behind_views(logits)
     whole, crop = node.meta["val"], logits.meta["val"]
     is_crop = (
@@ -70,6 +72,4 @@ def _head_of(logits: Node, tp_size: int) -> dict[str, Any] | None:
         if not is_call(node, "all_gather"):
             return None
         node = arguments(node)["x"]
-    if not is_crop or not is_call(node, "linear") or arguments(node)["partial"]:
-        return None
-    return arguments(node)
+    return projection_of(node) if is_crop else None

@@ -2,8 +2,7 @@
 
 Everything between the projections and attention is elementwise in a head, so one operator clips,
 scales, convolves and normalises, and writes keys and values where attention reads them. That puts
-the write before the attention that the definition puts it behind; this is legal where the step's
-own positions share no ring row with a position that its queries look back to.
+the write before the attention that the definition puts it behind, where `kv_order` allows it.
 """
 
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from inkrt.builder.kv_order import may_write_first, write_of
 from inkrt.builder.rewrite import (
     are_users_after,
     arguments,
@@ -52,28 +52,10 @@ class _ConvNorm:
 def fuse_qkv_post(graph: StepGraph) -> StepGraph:
     """Fuse the chains into every `relative_attention` call where the write may move ahead."""
     for node in calls(graph.module.graph, "relative_attention"):
-        write, chains = _write_of(node), _chains_of(node)
-        if write is not None and chains is not None and _may_write_first(arguments(node)):
+        write, chains = write_of(node), _chains_of(node)
+        if write is not None and chains is not None and may_write_first(arguments(node)):
             _fuse(node, write, *chains)
     return graph
-
-
-def _may_write_first(attention: dict[str, Any]) -> bool:
-    if attention["page_table"] is not None:
-        return True  # pages hold every position
-    num_tokens, ring = shape_of(attention["q"])[0], shape_of(attention["k_cache"])[1]
-    return bool(num_tokens + attention["window"] - 1 <= ring)
-
-
-def _write_of(node: Node) -> Node | None:
-    """The write of an attention's keys and values, if nothing else touches their caches."""
-    attention = arguments(node)
-    writes = [user for user in attention["k_cache"].users if user is not node]
-    if len(writes) != 1 or not is_call(writes[0], "kv_write") or not node < writes[0]:
-        return None
-    (write,) = writes
-    is_same = all(value is attention[name] for name, value in arguments(write).items())
-    return write if is_same and set(attention["v_cache"].users) == {node, write} else None
 
 
 def _chains_of(node: Node) -> tuple[_Clip, _ConvNorm, _ConvNorm, _Clip] | None:

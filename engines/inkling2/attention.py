@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from inkrt.engines.inkling2.config import Inkling2Config
-from inkrt.engines.inkling2.parts import DynamicShortConv, ShortConv, ink, parameter
+from inkrt.engines.inkling2.parts import DynamicShortConv, ShortConv
 from inkrt.engines.interface import StateOptions, StepInputs, ring_tokens
+from inkrt.engines.parts import ink, parameter
 
 
 class Attention(nn.Module):

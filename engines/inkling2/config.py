@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inkrt.engines.interface import Sharding
+from inkrt.engines.reader import ConfigReader
 from inkrt.errors import ConfigError
 
 # Published spelling first, accepted alias second.
@@ -92,40 +93,6 @@ class Inkling2Config:
                 )
 
 
-class _Reader:
-    """Reads keys of a config with type checks and errors that name the key."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    def get(self, key: str, default: Any) -> Any:
-        alias = _ALIASES.get(key)
-        if key in self._values:
-            return self._values[key]
-        if alias is not None and alias in self._values:
-            return self._values[alias]
-        return default
-
-    def integer(self, key: str, default: int, *, minimum: int = 1) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(f"config.json: {key} must be an integer >= {minimum}, got {value!r}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}")
-        return float(value)
-
-    def require(self, key: str, allowed: object) -> None:
-        value = self.get(key, allowed)
-        if value != allowed:
-            raise ConfigError(
-                f"config.json: {key} = {value!r} is not supported for inkling2, only {allowed!r}"
-            )
-
-
 def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
     """Read the text configuration from a whole `inkling2` config or an `inkling2_text` one.
 
@@ -135,7 +102,7 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
     text = values.get("text_config", values) if values.get("model_type") == "inkling2" else values
     if not isinstance(text, Mapping):
         raise ConfigError(f"config.json: text_config must be an object, got {text!r}")
-    read = _Reader(text)
+    read = ConfigReader(text, "inkling2", _ALIASES)
     read.require("scoring_func", "sigmoid")
     read.require("tie_word_embeddings", False)
     read.require("number_of_conv_states", 4)
@@ -193,8 +160,8 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
         mlp_gate_softcap=read.number("mlp_gate_softcap", 4.0),
         mlp_up_softcap=read.number("mlp_up_softcap", 25.0),
         final_logit_softcapping=read.number("final_logit_softcapping", 30.0),
-        eos_token_ids=_eos_ids(read.get("eos_token_id", 200006)),
-        dtype=_dtype(values) or _dtype(text),
+        eos_token_ids=read.token_ids("eos_token_id", 200006),
+        dtype=ConfigReader(values, "inkling2").dtype() or read.dtype(),
     )
     if config.unpadded_vocab_size > config.vocab_size:
         raise ConfigError(
@@ -223,22 +190,3 @@ def _layer_kinds(layer_types: Any, num_layers: int) -> tuple[bool, ...]:
                 f"only 'hybrid' and 'hybrid_sliding'"
             )
     return tuple(kind == "hybrid_sliding" for kind in layer_types)
-
-
-def _eos_ids(value: Any) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ConfigError(f"config.json: eos_token_id must be an integer or a list, got {value!r}")
-    return tuple(ids)
-
-
-def _dtype(values: Mapping[str, Any]) -> str | None:
-    """The dtype a config names under its new or its old key."""
-    value = values.get("dtype", values.get("torch_dtype"))
-    if value is None:
-        return None
-    if value not in ("bfloat16", "float32"):
-        raise ConfigError(
-            f"config.json: dtype {value!r} is not supported, only 'bfloat16' and 'float32'"
-        )
-    return str(value)

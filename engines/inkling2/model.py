@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from inkrt.engines.inkling2.attention import Attention
 from inkrt.engines.inkling2.config import Inkling2Config
-from inkrt.engines.inkling2.parts import ShortConv, ink, parameter
+from inkrt.engines.inkling2.parts import ShortConv
 from inkrt.engines.interface import Sharding, StateBuffer, StateOptions, StepInputs
+from inkrt.engines.parts import ink, parameter
 
 # Epsilon of the norms inside the residual mix: the reference's constant, not rms_norm_eps.
 MIX_EPS = 1e-6

@@ -1,18 +1,10 @@
-"""Pieces that attention and the layers around it share: parameters and short convolutions."""
+"""Short convolutions, which attention and the layers around it share."""
 
 import torch
 from torch import Tensor, nn
 
 from inkrt.engines.interface import StateOptions, StepInputs, ring_tokens
-from inkrt.plugins.registry import plugins
-
-plugins()  # registers the operators that torch.ops.ink resolves
-ink = torch.ops.ink
-
-
-def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter on the meta device: the builder binds it to packed weights by its name."""
-    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
+from inkrt.engines.parts import ink, parameter
 
 
 def conv_state(channels: int, taps: int, dtype: torch.dtype, state: StateOptions) -> Tensor:

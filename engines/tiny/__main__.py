@@ -23,6 +23,12 @@ def main() -> int:
         default="publisher",
         help="tensor names: as published, or as transformers saves the model",
     )
+    parser.add_argument(
+        "--format",
+        choices=["safetensors", "gguf"],
+        default="safetensors",
+        help="of the tensors' files; gguf: one file with NVFP4 matrices (flint only)",
+    )
     options = parser.parse_args()
     try:
         write_checkpoint(
@@ -31,6 +37,7 @@ def main() -> int:
             seed=options.seed,
             dtype=options.dtype,
             layout=options.layout,
+            format=options.format,
         )
     except InkError as error:
         sys.stderr.write(f"error: {error}\n")

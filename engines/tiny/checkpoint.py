@@ -1,11 +1,9 @@
-"""Writes a tiny checkpoint folder: tensors in shards, configuration, tokenizer.
+"""Writes a tiny checkpoint folder: tensors, configuration, tokenizer.
 
 The same arguments give the same bytes on every machine.
 """
 
-import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,25 +13,41 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from inkrt.engines.tiny import inkling2, tokenizer
-from inkrt.engines.tiny.inkling2 import RandomTensor
+from inkrt.engines.tiny import flint, flint_gguf, inkling2, tokenizer
 from inkrt.errors import ConfigError
 
 Layout = Literal["publisher", "transformers"]
+Format = Literal["safetensors", "gguf"]
 NUM_SHARDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """What differs between the tiny models: configuration, tensors and their other naming."""
+    """What differs between the tiny models.
+
+    Attributes:
+        config: content of config.json for a main dtype.
+        tensors: names and values as published, for a seed and a main dtype.
+        to_transformers: the same as a state dict of the model in transformers.
+        style: of the tokenizer and the chat template.
+        write_gguf: writes a GGUF file into a folder, for a seed and a main dtype; None if its
+            publisher has none.
+    """
 
     config: Callable[[str], dict[str, Any]]
-    tensors: Callable[[], Iterator[RandomTensor]]
-    to_transformers: Callable[[str, Tensor], tuple[str, Tensor]]
+    tensors: Callable[[int, torch.dtype], Iterator[tuple[str, Tensor]]]
+    to_transformers: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    style: tokenizer.Style
+    write_gguf: Callable[[Path, int, torch.dtype], None] | None
 
 
 MODELS = {
-    "inkling2": TinyModel(inkling2.config, inkling2.tensors, inkling2.to_transformers),
+    "inkling2": TinyModel(
+        inkling2.config, inkling2.tensors, inkling2.to_transformers, tokenizer.INKLING, None
+    ),
+    "flint": TinyModel(
+        flint.config, flint.tensors, flint.to_transformers, tokenizer.GLM, flint_gguf.write
+    ),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -45,6 +59,7 @@ def write_checkpoint(
     seed: int = 0,
     dtype: str = "bfloat16",
     layout: Layout = "publisher",
+    format: Format = "safetensors",  # noqa: A002 (the option's name)
 ) -> None:
     """Write a random checkpoint.
 
@@ -55,57 +70,46 @@ def write_checkpoint(
         dtype: a key of DTYPES; dtype of the tensors that the publisher does not keep in float32.
         layout: names and arrangement of the tensors, the publisher's or those of a state dict of
             the model in transformers. The numbers are the same.
+        format: of the tensors' files. A GGUF file has names of its own, so a layout means nothing;
+            its matrices are quantized without a change of their values.
 
     Raises:
-        ConfigError: an argument is not one of those, or `out` is not an empty folder.
+        ConfigError: an argument is not one of those, two do not go together, or `out` is not an
+            empty folder.
     """
     for what, got, allowed in (
         ("model", model, tuple(MODELS)),
         ("dtype", dtype, tuple(DTYPES)),
         ("layout", layout, ("publisher", "transformers")),
+        ("format", format, ("safetensors", "gguf")),
     ):
         if got not in allowed:
             raise ConfigError(
                 f"tiny checkpoint: {what} {got!r} is unknown; use one of {', '.join(allowed)}"
             )
+    definition = MODELS[model]
+    if format == "gguf" and (definition.write_gguf is None or layout != "publisher"):
+        raise ConfigError(
+            f"tiny checkpoint: {model} in the layout of the {layout} has no GGUF file; leave out "
+            f"--format or take the model flint as published"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"tiny checkpoint: {out} is not an empty folder; remove it or name another"
         )
     out.mkdir(parents=True, exist_ok=True)
 
-    definition = MODELS[model]
-    values: dict[str, Tensor] = {}
-    for spec in definition.tensors():
-        value = draw(spec, seed, DTYPES[dtype])
-        name = spec.name
+    if format == "gguf":
+        assert definition.write_gguf is not None
+        definition.write_gguf(out, seed, DTYPES[dtype])
+    else:
+        values = dict(definition.tensors(seed, DTYPES[dtype]))
         if layout == "transformers":
-            name, value = definition.to_transformers(name, value)
-        assert name not in values, f"two tensors are named {name}"
-        values[name] = value
-    _write_shards(out, values)
+            values = definition.to_transformers(values)
+        _write_shards(out, values)
     _write_json(out / "config.json", definition.config(dtype))
-    for name, text in tokenizer.files().items():
+    for name, text in tokenizer.files(definition.style).items():
         (out / name).write_text(text, encoding="utf-8")
-
-
-def draw(spec: RandomTensor, seed: int, dtype: torch.dtype) -> Tensor:
-    """The random tensor of `spec`: bell-shaped, with its mean and standard deviation.
-
-    The generator is seeded by seed and name, so a tensor does not depend on the others. Sums of
-    uniform integers stand in for normal numbers: they have the same bits on every machine.
-
-    Returns:
-        Contiguous tensor of `spec.shape`, in float32 if `spec.float32`, else in `dtype`.
-    """
-    digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    num_terms, limit = 4, 1 << 16
-    total = torch.randint(limit, (num_terms, *spec.shape), generator=generator).sum(0)
-    center = num_terms * (limit - 1) / 2
-    spread = math.sqrt(num_terms * (limit**2 - 1) / 12)
-    value = (total.double() - center) * (spec.std / spread) + spec.mean
-    return value.to(torch.float32 if spec.float32 else dtype)
 
 
 def _write_shards(out: Path, values: dict[str, Tensor]) -> None:

@@ -13,13 +13,13 @@ bfloat16 can tell rounding from mistakes.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from inkrt.engines.tiny import tokenizer
+from inkrt.engines.tiny.random_tensor import RandomTensor, draw
 
 HIDDEN = 60
 NUM_LAYERS = 14
@@ -86,25 +86,6 @@ _RENAMES = (
     (r"\.proj_in\.", ".merger.linear_1."),
     (r"\.proj_out\.", ".merger.linear_2."),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RandomTensor:
-    """A tensor to be drawn.
-
-    Attributes:
-        name: as the publisher spells it.
-        shape: in elements.
-        std: standard deviation of its values.
-        mean: their mean.
-        float32: stored in float32 whatever the checkpoint's main dtype is.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    std: float
-    mean: float = 0.0
-    float32: bool = False
 
 
 def config(dtype: str) -> dict[str, Any]:
@@ -195,8 +176,19 @@ def is_full(layer: int) -> bool:
     return (layer + 1) % BLOCK_LAYERS == 0
 
 
-def tensors() -> Iterator[RandomTensor]:
-    """Every tensor of the checkpoint, layer by layer."""
+def tensors(seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint by its publisher's name, layer by layer.
+
+    Args:
+        seed: other seeds give other weights.
+        dtype: of the tensors that the publisher does not keep in float32.
+    """
+    for spec in specs():
+        yield spec.name, draw(spec, seed, dtype)
+
+
+def specs() -> Iterator[RandomTensor]:
+    """What these tensors are like."""
     yield RandomTensor(_LLM + "embed.weight", (PADDED_VOCAB, HIDDEN), 1.0)
     yield _norm(_LLM + "embed_norm")
     for layer in range(NUM_LAYERS):
@@ -211,27 +203,27 @@ def tensors() -> Iterator[RandomTensor]:
     yield from _vision()
 
 
-def to_transformers(name: str, value: Tensor) -> tuple[str, Tensor]:
-    """Module name and value of a tensor in `Inkling2ForConditionalGeneration.state_dict()`.
+def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names and values in `Inkling2ForConditionalGeneration.state_dict()`.
 
-    Args:
-        name: publisher's name.
-        value: publisher's value.
-
-    Returns:
-        The same numbers, but gate and up rows of the experts stand one after the other instead of
-        interleaved, and the head has no padding rows.
+    They are the same numbers, but gate and up rows of the experts stand one after the other instead
+    of interleaved, and the head has no padding rows.
     """
-    if name.endswith(".w13_weight"):
-        value = torch.cat([value[:, 0::2], value[:, 1::2]], dim=1)
-    if name == _LLM + "unembed.weight":
-        value = value[: tokenizer.VOCAB_SIZE].clone()
-    if match := re.fullmatch(r"model\.llm\.attn_res\.attn_queries\.(\d+)", name):
-        # The first layer has no query, so the publisher counts from the second.
-        name = f"{_LLM}layers.{int(match[1]) + 1}.attention_input.query"
-    for pattern, replacement in _RENAMES:
-        name = re.sub(pattern, replacement, name)
-    return name, value
+    renamed: dict[str, Tensor] = {}
+    for full_name, value in published.items():
+        name = full_name
+        if name.endswith(".w13_weight"):
+            value = torch.cat([value[:, 0::2], value[:, 1::2]], dim=1)  # noqa: PLW2901
+        if name == _LLM + "unembed.weight":
+            value = value[: tokenizer.VOCAB_SIZE].clone()  # noqa: PLW2901
+        if match := re.fullmatch(r"model\.llm\.attn_res\.attn_queries\.(\d+)", name):
+            # The first layer has no query, so the publisher counts from the second.
+            name = f"{_LLM}layers.{int(match[1]) + 1}.attention_input.query"
+        for pattern, replacement in _RENAMES:
+            name = re.sub(pattern, replacement, name)
+        assert name not in renamed, f"two tensors are named {name}"
+        renamed[name] = value
+    return renamed
 
 
 def _norm(prefix: str, size: int = HIDDEN) -> RandomTensor:

@@ -1,10 +1,13 @@
-"""The tokenizer of the tiny checkpoints: byte-level BPE and the family's special tokens.
+"""The tokenizer of the tiny checkpoints: byte-level BPE and a family's special tokens.
 
 It is trained on a short text of ours, which is enough for a vocabulary of real size ratios: bytes,
-merged pieces, special tokens at the end. Special tokens have the real names at other ids.
+merged pieces, special tokens at the end. Special tokens have the real names at other ids; the chat
+templates are short ones of ours in the family's format. Flint's own tokenizer and template are not
+known to us: it is given the markers of GLM-4.7, whose output format it has.
 """
 
 import json
+from dataclasses import dataclass
 from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -28,7 +31,7 @@ SPECIAL_TOKENS = (
     "<|content_invoke_tool_text|>",
     IMAGE_TOKEN,
 )
-VOCAB_SIZE = 490  # tokens with a meaning; the models pad it
+VOCAB_SIZE = 490  # tokens with a meaning; some models pad it
 
 _TEXT = """\
 A lighthouse keeper writes down the weather every morning. On Monday the wind came from the north
@@ -81,52 +84,126 @@ _CHAT_TEMPLATE = """\
 """
 
 
+# Markers of roles on lines of their own; the answer begins inside the reasoning.
+_GLM_CHAT_TEMPLATE = """\
+{{- "[gMASK]<sop>" -}}
+{%- for item in messages -%}
+  {%- if item.role == "tool" -%}
+    {{- "<|observation|>\\n" ~ item.content -}}
+  {%- elif item.role in ("system", "developer") -%}
+    {{- "<|system|>\\n" ~ item.content -}}
+  {%- elif item.role == "user" -%}
+    {{- "<|user|>\\n" ~ item.content -}}
+  {%- elif item.role == "assistant" -%}
+    {{- "<|assistant|>\\n<think>" ~ (item.reasoning_content or "") ~ "</think>" -}}
+    {{- item.content or "" -}}
+  {%- else -%}
+    {{- raise_exception("this template has no role " ~ item.role) -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+  {{- "<|assistant|>\\n<think>" -}}
+{%- endif -%}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """A family's way of marking up text.
+
+    Attributes:
+        special_tokens: in the order of their ids, which are the last ones.
+        visible_tokens: those that stay in decoded text, though they are single tokens.
+        eos_tokens: any of them ends an answer; the first is the tokenizer's end token.
+        chat_template: Jinja.
+        sampling: names and values of recommended settings, for generation_config.json.
+    """
+
+    special_tokens: tuple[str, ...]
+    visible_tokens: frozenset[str]
+    eos_tokens: tuple[str, ...]
+    chat_template: str
+    sampling: tuple[tuple[str, float], ...]
+
+
+INKLING = Style(
+    SPECIAL_TOKENS,
+    frozenset(),
+    (EOS_TOKEN,),
+    _CHAT_TEMPLATE,
+    (("temperature", 1.0),),
+)
+GLM = Style(
+    (
+        "<|endoftext|>",
+        "[gMASK]",
+        "<sop>",
+        "<|system|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|observation|>",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+    ),
+    frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"}),
+    ("<|endoftext|>", "<|user|>", "<|observation|>"),
+    _GLM_CHAT_TEMPLATE,
+    (("temperature", 1.0), ("top_p", 0.95), ("top_k", 20)),
+)
+
+
 @cache
-def special_ids() -> dict[str, int]:
+def special_ids(style: Style = INKLING) -> dict[str, int]:
     """Token id of every special token."""
-    first = VOCAB_SIZE - len(SPECIAL_TOKENS)
-    return {token: first + index for index, token in enumerate(SPECIAL_TOKENS)}
+    first = VOCAB_SIZE - len(style.special_tokens)
+    return {token: first + index for index, token in enumerate(style.special_tokens)}
 
 
-def build() -> Tokenizer:
+def build(style: Style = INKLING) -> Tokenizer:
     """Train the tokenizer; always the same one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        vocab_size=VOCAB_SIZE - len(style.special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([_TEXT], trainer)
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=token not in style.visible_tokens, normalized=False)
+            for token in style.special_tokens
+        ]
     )
     vocabulary = tokenizer.get_vocab()
-    assert all(vocabulary[token] == token_id for token, token_id in special_ids().items())
+    assert all(vocabulary[token] == token_id for token, token_id in special_ids(style).items())
     return tokenizer
 
 
-def files() -> dict[str, str]:
+def files(style: Style = INKLING) -> dict[str, str]:
     """Name and content of the checkpoint's files for text: tokenizer, template, defaults."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 4096,
         "bos_token": None,
-        "eos_token": EOS_TOKEN,
+        "eos_token": style.eos_tokens[0],
         "pad_token": None,
         "unk_token": None,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
     }
+    eos_ids = [special_ids(style)[token] for token in style.eos_tokens]
     generation = {
         "do_sample": True,
-        "temperature": 1.0,
-        "eos_token_id": special_ids()[EOS_TOKEN],
+        **dict(style.sampling),
+        "eos_token_id": eos_ids if len(eos_ids) > 1 else eos_ids[0],
     }
     return {
-        "tokenizer.json": build().to_str(pretty=True),
+        "tokenizer.json": build(style).to_str(pretty=True),
         "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
-        "chat_template.jinja": _CHAT_TEMPLATE,
+        "chat_template.jinja": style.chat_template,
         "generation_config.json": json.dumps(generation, indent=2) + "\n",
     }

@@ -36,7 +36,7 @@ def build(
         raise typer.BadParameter("name the engine folder with -o, or ask for --dry-run")
 
     from inkrt.builder.build import build_engine, prepare
-    from inkrt.builder.checkpoint import Checkpoint
+    from inkrt.builder.checkpoint import open_checkpoint
     from inkrt.commands import engine_text
 
     started = time.monotonic()
@@ -46,7 +46,7 @@ def build(
             console.say(f"[{time.monotonic() - started:6.1f} s] {line}", is_result=False)
 
     if out is None or dry_run:
-        prepared = prepare(Checkpoint(checkpoint), options, progress, dump_graph)
+        prepared = prepare(open_checkpoint(checkpoint), options, progress, dump_graph)
         table = engine_text.memory(prepared.memory, prepared.state, prepared.plans)
         console.say("\n".join(table))
     else:

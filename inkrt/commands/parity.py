@@ -104,6 +104,11 @@ class Reference:
     def __init__(self, checkpoint: Path, dtype: str) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+        if checkpoint.suffix == ".gguf" or any(checkpoint.glob("*.gguf")):
+            raise CheckpointError(
+                f"{checkpoint}: transformers does not read NVFP4 GGUF files; name a safetensors "
+                f"checkpoint of the same weights"
+            )
         try:
             has_vision = hasattr(AutoConfig.from_pretrained(checkpoint), "vision_config")
             model_class = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
@@ -140,21 +145,31 @@ class Reference:
         return record
 
 
+# Operators that add what is before them to the residual stream and return that first. As the first
+# launch of a layer, one of them completes the output of the layer before.
+_ADD_FIRST = frozenset({"add_rms_norm", "norm_qkv_rope"})
+
+
 @dataclass(slots=True)
 class _LayerRecorder:
     """Collects the last valid row of every layer's output from the CPU executor's launches."""
 
     hidden_size: int
     outputs: dict[int, Tensor] = field(default_factory=dict)
+    _layer: int = -1
 
     def __call__(self, step_input: StepInput, launch: Launch, outputs: list[Tensor]) -> None:
         root, _, rest = launch.module.partition(".")
-        if root != "layers" or not outputs:
+        before, in_layers = self._layer, root == "layers"
+        layer = int(rest.partition(".")[0]) if in_layers else before
+        self._layer = layer
+        if not outputs or not (in_layers or launch.op in _ADD_FIRST):
             return
+        if launch.op in _ADD_FIRST and (layer != before or not in_layers):
+            layer = layer - 1 if in_layers else before
         # A layer's output is what its last launch that gives a residual stream returns first.
         value = outputs[0]
-        if value.dim() == 2 and value.shape[1] == self.hidden_size:
-            layer = int(rest.partition(".")[0])
+        if layer >= 0 and value.dim() == 2 and value.shape[1] == self.hidden_size:
             self.outputs[layer] = value[len(step_input.tokens) - 1].clone()
 
 
@@ -180,7 +195,8 @@ class ParityCheck:
     def default_lengths(self, num_decoded: int) -> list[int]:
         """Prompt lengths at the edges: first tokens, around the window, several windows."""
         text_config = self.reference.model.config.get_text_config()
-        window = text_config.sliding_window_size
+        key = "sliding_window_size"
+        window = getattr(text_config, key if hasattr(text_config, key) else "sliding_window")
         lengths = {1, 2, 3, 5, window - 1, window, window + 1, 3 * window + 2, 7 * window}
         limit = self.engine.config.max_seq_len - num_decoded
         return sorted(length for length in lengths if 1 <= length <= limit)

@@ -93,6 +93,12 @@ INK_DEVICE void store_transposed(u32 to, u32 a, u32 b, u32 c, u32 d) {
 INK_DEVICE u64 tile_descriptor(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
 }
+// Keeps the compiler from moving other uses of accumulators across wgmma_fence and wgmma_wait_all.
+template <int C>
+INK_DEVICE void pin(float (&d)[C][4]) {
+#pragma unroll
+  for (int c = 0; c < C; ++c) asm volatile("" : "+f"(d[c][0]), "+f"(d[c][1]), "+f"(d[c][2]), "+f"(d[c][3])::"memory");
+}
 INK_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INK_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 INK_DEVICE void wgmma_wait_all() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }

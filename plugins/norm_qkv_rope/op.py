@@ -162,13 +162,13 @@ def norm_qkv_rope(
         The new residual [T, D], q [T, H, d], k [T, KV, d], v [T, KV, d]; all in x's dtype.
     """
     residual, z = add_rms_norm(x, delta, norm_weight, eps, x.dtype)
-    heads = project(z, qkv, qkv_scales, qkv_global_scale, False).unflatten(1, (-1, len(q_norm)))
+    rows = project(z, qkv, qkv_scales, qkv_global_scale, False)
+    heads = rows.view(len(rows), -1, len(q_norm))
     num_kv = k_cache.shape[2]
-    q, k, v = heads.split([heads.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
-    q = rms_norm(q, q_norm, eps, x.dtype)
-    k = rms_norm(k, k_norm, eps, x.dtype)
+    q = rms_norm(heads[:, : -2 * num_kv], q_norm, eps, x.dtype)
+    k = rms_norm(heads[:, -2 * num_kv : -num_kv], k_norm, eps, x.dtype)
     if rope_theta > 0:
         q, k = rope(q, position, rope_theta), rope(k, position, rope_theta)
-    v = v.clone(memory_format=torch.contiguous_format)
+    v = heads[:, -num_kv:].clone(memory_format=torch.contiguous_format)
     kv_write(k, v, k_cache, v_cache, page_table, position, num_tokens, slot)
     return residual, q, k, v

@@ -23,7 +23,7 @@ def fake(x: Tensor, position: Tensor, theta: float) -> Tensor:
     axes = Axes("rope")
     axes.fit("x", x, "T", "H", "d", dtype=MODEL_DTYPES)
     axes.fit("position", position, 1, dtype=torch.int32)
-    axes.require(axes["d"] % 2 == 0, f"x has heads of {axes['d']} channels, expected an even number")
+    axes.require(axes["d"] % 2 == 0, f"x has heads of {axes['d']} channels, expected even")
     axes.require(theta > 0, f"theta is {theta}, expected > 0")
     return x.new_empty(x.shape)
 

@@ -2,7 +2,7 @@
 // The tile is staged in shared memory before the wait; activations go straight into registers.
 #include "w4a16.cuh"
 
-constexpr int THREADS = 512, WARPS = 16;
+constexpr int WARPS = 16, THREADS = WARPS * 32;
 constexpr int NV = vectors_per_warp(DIM_K, WARPS), LIVE_WARPS = DIM_K / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(DIM_K);
 
@@ -12,7 +12,7 @@ struct Shared {
   u64 bar;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) __maxnreg__(NV <= 4 ? 56 : 96)
+extern "C" __global__ void __maxnreg__(NV <= 4 ? 56 : 96)
     linear(const bf16* x, const u8* weights, const float* scale, bf16* y, int* error, int T) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2;

@@ -12,18 +12,25 @@
 #include "w4a16.cuh"
 
 constexpr int HEAD = 128, HEAD_TILES = HEAD / 16, PAGE = 64, PAGE_BYTES = PAGE * HEAD * 2;
-constexpr int THREADS = 512, WARPS = 16;
+constexpr int WARPS = 16, THREADS = WARPS * 32;
 constexpr int TILES = (HEAD_TILES + CLUSTER - 1) / CLUSTER;  // of a block, at most
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN);
 using InputNorm = Norm<HIDDEN, THREADS, MAX_TOKENS, HAS_DELTA>;
 
+// What a thread needs to finish its pair, kept in shared memory so that the norm has the registers.
+struct Finish {
+  float unit, norm_low, norm_high, sine, cosine;
+  u64 row;  // byte offset of the token's row in the cache, or NOT_STORED
+};
+constexpr u64 NOT_STORED = ~0ull;
+
 struct Shared {
   alignas(128) u8 weights[TILES * TILE_BYTES];
-  alignas(16) bf16 z[InputNorm::Z_BYTES / 2];
+  InputNorm::Memory norm;
   alignas(16) float partial[TILES * LIVE_WARPS * 128];
-  alignas(16) float sums[InputNorm::SUM_BYTES / 4];
   alignas(16) float squares[HEAD_TILES * MAX_TOKENS];  // of all tiles of the head, from every block
+  Finish finish[TILES * 64];
   u64 bar;
 };
 
@@ -53,7 +60,7 @@ INK_DEVICE void sin_cos(float angle, float& sine, float& cosine) {
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) __maxnreg__(56)
+extern "C" __global__ void __maxnreg__(56)
     qkv(const bf16* x, const bf16* delta, const bf16* norm_weight, const u8* weights, const float* scale,
         const bf16* q_norm, const bf16* k_norm, u8* k_cache, u8* v_cache, const int* where,
         const int* position, const int* num_tokens, bf16* q_out, bf16* residual, int* error, int T,
@@ -73,43 +80,40 @@ extern "C" __global__ void __launch_bounds__(THREADS) __maxnreg__(56)
 #if CLUSTER > 1
   cluster_arrive();  // "this block runs": before that, nobody may write to its shared memory
 #endif
-  InputNorm norm;
-  norm.load_weight(norm_weight);
+  InputNorm::load_weight(sm.norm, norm_weight);
 
   // Each thread below 64 count finishes one rotary pair of one token: rows `pair` and `pair` + 64.
   const int piece = tid >> 6, token = tid >> 3 & 7, pair = (first + piece) * 8 + (tid & 7);
   const bool busy = piece < count;
-  float unit = 0, norm_low = 0, norm_high = 0, sine = 0, cosine = 1;
-  size_t row = 0;  // byte offset of the token's row in the cache
-  bool stored = false;
   if (busy) {
-    unit = load_weight_float(scale);
+    Finish f = {0, 0, 0, 0, 1, NOT_STORED};
+    f.unit = load_weight_float(scale);
     const bf16* head_norm = is_query ? q_norm : k_norm;
-    norm_low = to_float(head_norm[pair]);
-    norm_high = to_float(head_norm[pair + HEAD / 2]);
+    f.norm_low = to_float(head_norm[pair]);
+    f.norm_high = to_float(head_norm[pair + HEAD / 2]);
     const int p = load_act_int(position) + token;
 #if ROPE
-    sin_cos(__fmul_rn((float)p, INVERSE_FREQUENCIES[pair]), sine, cosine);
+    sin_cos(__fmul_rn((float)p, INVERSE_FREQUENCIES[pair]), f.sine, f.cosine);
 #endif
-    stored = !is_query && token < min(T, load_act_int(num_tokens));
-    if (stored) {
+    if (!is_query && token < min(T, load_act_int(num_tokens))) {
 #if RING
       const int page = load_act_int(where) * (RING / PAGE) + p % RING / PAGE;
 #else
       const int page = load_act_int(where + p / PAGE);
 #endif
       const int kv = is_value ? head - HEADS - KV_HEADS : head - HEADS, r = p % PAGE;
-      row = ((size_t)page * KV_HEADS + kv) * PAGE_BYTES + r * 128 + (((pair >> 3) ^ (r & 7)) << 4) +
-            (pair & 7) * 2;
+      f.row = ((u64)page * KV_HEADS + kv) * PAGE_BYTES + r * 128 + (((pair >> 3) ^ (r & 7)) << 4) +
+              (pair & 7) * 2;
     }
+    sm.finish[tid] = f;
   }
 
   wait_and_trigger();
-  norm.run(x, delta, eps, sm.z, sm.sums, residual, nullptr, T, blockIdx.x < T ? (int)blockIdx.x : -1);
+  InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T, blockIdx.x < T ? (int)blockIdx.x : -1);
   mbar_wait(&sm.bar, 0, error);
   if (warp < LIVE_WARPS) {
     Activations<NV> b;
-    load_tokens_shared<NV>(b, sm.z + min(lane >> 2, T - 1) * InputNorm::STRIDE, warp * NV, lane);
+    load_tokens_shared<NV>(b, sm.norm.z + min(lane >> 2, T - 1) * InputNorm::STRIDE, warp * NV, lane);
 #pragma unroll
     for (int d = 0; d < TILES; d++)
       if (d < count) {
@@ -121,18 +125,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) __maxnreg__(56)
   __syncthreads();
 
   float low = 0, high = 0;
+  Finish f = {0, 0, 0, 0, 1, NOT_STORED};
   if (busy) {
+    f = sm.finish[tid];
     const float* p = sm.partial + piece * LIVE_WARPS * 128 + (tid & 7) * 8 + token;
-    low = round_bf16(strided_sum<LIVE_WARPS>(p, 128) * UNIT * unit);
-    high = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * UNIT * unit);
+    low = round_bf16(strided_sum<LIVE_WARPS>(p, 128) * UNIT * f.unit);
+    high = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * UNIT * f.unit);
   }
 #if CLUSTER > 1
   cluster_wait();
 #endif
   if (is_value) {
-    if (stored) {
-      *(bf16*)(v_cache + row) = to_bf16(low);
-      *(bf16*)(v_cache + row + PAGE_BYTES / 2) = to_bf16(high);
+    if (f.row != NOT_STORED) {
+      *(bf16*)(v_cache + f.row) = to_bf16(low);
+      *(bf16*)(v_cache + f.row + PAGE_BYTES / 2) = to_bf16(high);
     }
     return;
   }
@@ -157,19 +163,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) __maxnreg__(56)
   if (!busy || token >= T) return;
   const float mean = strided_sum<HEAD_TILES>(sm.squares + token, MAX_TOKENS) * (1.f / HEAD);
   const float r = rsqrt_approx(mean + eps);
-  low = round_bf16(low * r * norm_low);
-  high = round_bf16(high * r * norm_high);
+  low = round_bf16(low * r * f.norm_low);
+  high = round_bf16(high * r * f.norm_high);
 #if ROPE
-  const float a = __fsub_rn(__fmul_rn(low, cosine), __fmul_rn(high, sine));
-  high = __fadd_rn(__fmul_rn(high, cosine), __fmul_rn(low, sine));
+  const float a = __fsub_rn(__fmul_rn(low, f.cosine), __fmul_rn(high, f.sine));
+  high = __fadd_rn(__fmul_rn(high, f.cosine), __fmul_rn(low, f.sine));
   low = a;
 #endif
   if (is_query) {
     bf16* out = q_out + (size_t)token * HEADS * HEAD + head * HEAD + pair;
     out[0] = to_bf16(low);
     out[HEAD / 2] = to_bf16(high);
-  } else if (stored) {
-    *(bf16*)(k_cache + row) = to_bf16(low);
-    *(bf16*)(k_cache + row + PAGE_BYTES / 2) = to_bf16(high);
+  } else if (f.row != NOT_STORED) {
+    *(bf16*)(k_cache + f.row) = to_bf16(low);
+    *(bf16*)(k_cache + f.row + PAGE_BYTES / 2) = to_bf16(high);
   }
 }

@@ -13,7 +13,7 @@ constexpr u8 NO_RANK = 255;
 
 struct Route {
   int expert[SLOTS];          // distinct experts in rising order (one token: in rank order)
-  u8 rank[SLOTS][MAX_TOKENS]; // rank of distinct expert u for a token, or NO_RANK
+  alignas(8) u8 rank[SLOTS][MAX_TOKENS];  // rank of distinct expert u for a token, or NO_RANK
   u8 index[MAX_TOKENS][8];    // distinct expert of a token's rank
   int chosen[MAX_TOKENS][8];
   float weight[MAX_TOKENS][8];
@@ -21,7 +21,7 @@ struct Route {
   int num_experts;
   // One token: each warp has its own list, so that no block barrier is needed.
   int solo_expert[ROUTE_WARPS][8];
-  u8 solo_rank[ROUTE_WARPS][8][MAX_TOKENS];
+  alignas(8) u8 solo_rank[ROUTE_WARPS][8][MAX_TOKENS];
 };
 // What a warp reads during its work.
 struct RouteView {
@@ -105,10 +105,7 @@ INK_DEVICE RouteView route(const bf16* logits, int T, Route& r) {
       u += q < e >> 5 ? __popc(r.bits[q]) : q == e >> 5 ? __popc(r.bits[q] & ((1u << (e & 31)) - 1)) : 0;
     r.rank[u][token] = k;
     r.index[token][k] = u;
-    bool first = true;  // one writer per distinct expert
-    for (int t = 0; t < token; t++)
-      for (int j = 0; j < TOP_K; j++) first = first && r.chosen[t][j] != e;
-    if (first) r.expert[u] = e;
+    atomicExch(&r.expert[u], e);  // every token that chose it writes the same
   }
   if (tid == 0) {
     int n = 0;

@@ -2,7 +2,7 @@
 // hidden size at most 2048. One tile of 8 gate and 8 up rows and ROUTER_ROWS router rows a block.
 #include "w4a16.cuh"
 
-constexpr int THREADS = 512, WARPS = 16;
+constexpr int WARPS = 16, THREADS = WARPS * 32;
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN), BLOCKS = SHARED_WIDTH / 8;
 constexpr int ROUTER_ROWS = (EXPERTS + BLOCKS - 1) / BLOCKS;
@@ -12,10 +12,9 @@ using InputNorm = Norm<HIDDEN, THREADS, MAX_TOKENS, HAS_DELTA>;
 struct Shared {
   alignas(128) u8 weights[TILE_BYTES];
   alignas(128) bf16 router[ROUTER_ROWS * HIDDEN];
-  alignas(16) bf16 z[InputNorm::Z_BYTES / 2];
+  InputNorm::Memory norm;
   alignas(16) float partial[LIVE_WARPS * 128];
   alignas(16) float logits[LIVE_WARPS * 64];  // [warp][row 8][token 8]
-  alignas(16) float sums[InputNorm::SUM_BYTES / 4];
   u64 bar;
 };
 
@@ -37,16 +36,15 @@ extern "C" __global__ void __maxnreg__(56)
       bulk_load(sm.router, router_weight + (size_t)blockIdx.x * ROUTER_ROWS * HIDDEN, router_bytes,
                 &sm.bar);
   }
-  InputNorm norm;
-  norm.load_weight(norm_weight);
+  InputNorm::load_weight(sm.norm, norm_weight);
   const float unit = tid < 64 ? load_weight_float(scale) : 0.f;
 
   wait_and_trigger();
-  norm.run(x, delta, eps, sm.z, sm.sums, residual, z, T, blockIdx.x < T ? (int)blockIdx.x : -1);
+  InputNorm::run(sm.norm, x, delta, eps, residual, z, T, blockIdx.x < T ? (int)blockIdx.x : -1);
   mbar_wait(&sm.bar, 0, error);
   if (warp < LIVE_WARPS) {
     Activations<NV> b;
-    load_tokens_shared<NV>(b, sm.z + min(g, T - 1) * InputNorm::STRIDE, warp * NV, lane);
+    load_tokens_shared<NV>(b, sm.norm.z + min(g, T - 1) * InputNorm::STRIDE, warp * NV, lane);
     Tile tile = zero_tile(), scores = zero_tile();
     if (rows > 0) {
 #pragma unroll

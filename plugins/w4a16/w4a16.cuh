@@ -26,10 +26,10 @@ constexpr int CODE_BYTES = WEIGHTS ? 2048 : 512;  // of one vector
 constexpr int CHUNK_BYTES = WEIGHTS ? 8192 : 2304;
 constexpr float UNIT = WEIGHTS ? 1.f : 128.f;
 
-constexpr int tile_bytes(int k) { return k / 256 * CHUNK_BYTES; }
+__device__ constexpr int tile_bytes(int k) { return k / 256 * CHUNK_BYTES; }
 
 // Vectors of a row tile for each of `warps` warps: the same number for every warp that has any.
-constexpr int vectors_per_warp(int k, int warps) {
+__device__ constexpr int vectors_per_warp(int k, int warps) {
   int n = (k / VECTOR_K + warps - 1) / warps;
   while (k / VECTOR_K % n) n++;
   return n;
@@ -200,26 +200,16 @@ template <int N> INK_DEVICE float strided_sum(const float* p, int stride) {
 }
 
 // ---- residual add and RMSNorm in front of a product ----
-// Sums of N (4 or 8) values over the lanes with N + 1 or 6 shuffles: afterwards lane l holds the sum of
-// value `token_of_lane(l)`. For every value the tree is that of a butterfly over 16, 8, 4, 2, 1.
-template <int N> INK_DEVICE int token_of_lane(int lane) {
-  return N == 8 ? (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1)
-                : (lane >> 4 & 1) * 2 + (lane >> 3 & 1);
-}
-template <int N> INK_DEVICE float token_sums(float (&v)[N], int lane) {
-  int offset = 16;
+// Sums of four values over the lanes with six shuffles: afterwards lane l holds the sum of value l / 8.
+// For every value the tree is that of a butterfly over 16, 8, 4, 2, 1 (`warp_sum`).
+INK_DEVICE float four_sums(const float (&v)[4], int lane) {
+  const bool upper = lane & 16, odd = lane & 8;
+  const float a = (upper ? v[2] : v[0]) + __shfl_xor_sync(INK_FULL_WARP, upper ? v[0] : v[2], 16);
+  const float b = (upper ? v[3] : v[1]) + __shfl_xor_sync(INK_FULL_WARP, upper ? v[1] : v[3], 16);
+  float c = (odd ? b : a) + __shfl_xor_sync(INK_FULL_WARP, odd ? a : b, 8);
 #pragma unroll
-  for (int n = N / 2; n; n /= 2, offset /= 2) {
-    const bool upper = lane & offset;
-#pragma unroll
-    for (int i = 0; i < n; i++) {
-      const float mine = upper ? v[i + n] : v[i], theirs = upper ? v[i] : v[i + n];
-      v[i] = mine + __shfl_xor_sync(INK_FULL_WARP, theirs, offset);
-    }
-  }
-#pragma unroll
-  for (int o = N == 8 ? 2 : 4; o; o >>= 1) v[0] += __shfl_xor_sync(INK_FULL_WARP, v[0], o);
-  return v[0];
+  for (int o = 4; o; o >>= 1) c += __shfl_xor_sync(INK_FULL_WARP, c, o);
+  return c;
 }
 
 // s = x + delta;  z = bf16(s * rsqrt(mean s^2 + eps) * w) from the unrounded s.  THREADS threads, BATCH
@@ -228,41 +218,50 @@ template <int N> INK_DEVICE float token_sums(float (&v)[N], int lane) {
 template <int H, int THREADS, int BATCH, bool DELTA> struct Norm {
   static constexpr int STRIDE = H + 8, WARPS = THREADS / 32;
   static constexpr int PARTS = (H + THREADS * 4 - 1) / (THREADS * 4);
-  static constexpr int Z_BYTES = MAX_TOKENS * STRIDE * 2, SUM_BYTES = MAX_TOKENS * WARPS * 4;
-  uint2 w[PARTS];
+  // Shared memory. Each thread keeps its own weights there: registers are short.
+  struct Memory {
+    alignas(16) bf16 z[MAX_TOKENS * STRIDE];
+    alignas(16) float sums[MAX_TOKENS * WARPS];
+    alignas(16) uint2 weight[PARTS * THREADS];
+  };
 
-  INK_DEVICE void load_weight(const bf16* weight) {
+  static INK_DEVICE void load_weight(Memory& m, const bf16* weight) {
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
-      const int k = (i * THREADS + threadIdx.x) * 4;
-      w[i] = k < H ? load_weight8(weight + k) : make_uint2(0, 0);
+      const int j = i * THREADS + threadIdx.x;
+      if (j * 4 < H) m.weight[j] = load_weight8(weight + j * 4);
     }
   }
 
   // residual and z_out (may be null): where row `own` of bf16(s) and of z go; own < 0 for none.
-  INK_DEVICE void run(const bf16* x, const bf16* delta, float eps, bf16* zs, float* sums,
-                      bf16* residual, bf16* z_out, int T, int own) {
+  static INK_DEVICE void run(Memory& m, const bf16* x, const bf16* delta, float eps, bf16* residual,
+                             bf16* z_out, int T, int own) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
 #pragma unroll 1
     for (int t0 = 0; t0 < T; t0 += BATCH) {
-      float s[BATCH][PARTS][4], squares[BATCH];
+      float s[BATCH][PARTS][4];
 #pragma unroll
       for (int q = 0; q < BATCH; q++) {
 #pragma unroll
         for (int i = 0; i < PARTS; i++) {
           const int k = (i * THREADS + tid) * 4;
           const bool live = t0 + q < T && k < H;
-          const uint2 a = live ? load_act8(x + (t0 + q) * H + k) : make_uint2(0, 0);
-          const uint2 d = DELTA && live ? load_act8(delta + (t0 + q) * H + k) : make_uint2(0, 0);
-          // Both are kept as bits until all loads are on their way.
+          uint2 a = make_uint2(0, 0), d = a;
+          if (live) a = load_act8(x + (t0 + q) * H + k);
+          if (DELTA && live) d = load_act8(delta + (t0 + q) * H + k);
+          // As bits until all loads are on their way.
           s[q][i][0] = __uint_as_float(a.x), s[q][i][1] = __uint_as_float(a.y);
           s[q][i][2] = __uint_as_float(d.x), s[q][i][3] = __uint_as_float(d.y);
         }
       }
 #pragma unroll
-      for (int q = 0; q < BATCH; q++) {
-        squares[q] = 0;
-        if (t0 + q < T) {
+      for (int q0 = 0; q0 < BATCH; q0 += 4) {
+        float squares[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int q = q0 + j;
+          squares[j] = 0;
+          if (q > 0 && T == 1) continue;  // nothing but time
 #pragma unroll
           for (int i = 0; i < PARTS; i++) {
             const u32 a0 = __float_as_uint(s[q][i][0]), a1 = __float_as_uint(s[q][i][1]);
@@ -272,42 +271,54 @@ template <int H, int THREADS, int BATCH, bool DELTA> struct Norm {
             s[q][i][2] = DELTA ? low_float(a1) + low_float(d1) : low_float(a1);
             s[q][i][3] = DELTA ? high_float(a1) + high_float(d1) : high_float(a1);
 #pragma unroll
-            for (int e = 0; e < 4; e++) squares[q] = fmaf(s[q][i][e], s[q][i][e], squares[q]);
+            for (int e = 0; e < 4; e++) squares[j] = fmaf(s[q][i][e], s[q][i][e], squares[j]);
           }
         }
-      }
-      if (T == 1) {  // fewer shuffles, the same tree
-        const float sum = warp_sum(squares[0]);
-        if (lane == 0) sums[warp] = sum;
-      } else {
-        const float sum = token_sums<BATCH>(squares, lane);
-        if ((lane & (32 / BATCH - 1)) == 0)
-          sums[(t0 + token_of_lane<BATCH>(lane)) * WARPS + warp] = sum;
+        if (T == 1) {
+          if (q0 == 0) {
+            const float sum = warp_sum(squares[0]);
+            if (lane == 0) m.sums[warp] = sum;
+          }
+        } else {
+          const float sum = four_sums(squares, lane);
+          if ((lane & 7) == 0) m.sums[(t0 + q0 + (lane >> 3)) * WARPS + warp] = sum;
+        }
       }
       __syncthreads();
+      // LANES lanes hold one token's sum each; the others repeat them.
+      constexpr int LANES = WARPS / 4;
+      const float4 four = ((const float4*)(m.sums + t0 * WARPS))[lane % (BATCH * LANES)];
+      float sum = (four.x + four.y) + (four.z + four.w);
+#pragma unroll
+      for (int o = 1; o < LANES; o <<= 1) sum += __shfl_xor_sync(INK_FULL_WARP, sum, o);
+      const float inverse = rsqrt_approx(sum * (1.f / H) + eps);
 #pragma unroll
       for (int q = 0; q < BATCH; q++)
         if (t0 + q < T) {
-          const float mean = strided_sum<WARPS>(sums + (t0 + q) * WARPS, 1) * (1.f / H);
-          const float r = rsqrt_approx(mean + eps);
+          const float r = __shfl_sync(INK_FULL_WARP, inverse, q * LANES);
 #pragma unroll
           for (int i = 0; i < PARTS; i++) {
             const int k = (i * THREADS + tid) * 4;
             const float* v = s[q][i];
+            const uint2 w = m.weight[i * THREADS + tid];
             const uint2 z = make_uint2(
-                pack_bf16(v[0] * r * low_float(w[i].x), v[1] * r * high_float(w[i].x)),
-                pack_bf16(v[2] * r * low_float(w[i].y), v[3] * r * high_float(w[i].y)));
+                pack_bf16(v[0] * r * low_float(w.x), v[1] * r * high_float(w.x)),
+                pack_bf16(v[2] * r * low_float(w.y), v[3] * r * high_float(w.y)));
             if (k < H) {
-              *(uint2*)(zs + (t0 + q) * STRIDE + k) = z;
-              if (t0 + q == own) {
-                if (residual)
-                  *(uint2*)(residual + own * H + k) =
-                      make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
-                if (z_out) *(uint2*)(z_out + own * H + k) = z;
-              }
+              *(uint2*)(m.z + (t0 + q) * STRIDE + k) = z;
+              if (residual && t0 + q == own)
+                *(uint2*)(residual + own * H + k) =
+                    make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
             }
           }
         }
+    }
+    if (z_out && own >= 0) {  // each thread's own elements
+#pragma unroll
+      for (int i = 0; i < PARTS; i++) {
+        const int k = (i * THREADS + tid) * 4;
+        if (k < H) *(uint2*)(z_out + own * H + k) = *(const uint2*)(m.z + own * STRIDE + k);
+      }
     }
     __syncthreads();
   }

@@ -7,7 +7,7 @@ launch by launch; a collective reads the payloads of all ranks in rank order.
 This is the one module of the runtime that imports torch.
 """
 
-import hashlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from inkrt.errors import EngineFormatError, EngineMismatchError
 from inkrt.plugins.registry import Plugin, plugins
-from inkrt.runtime.engine_file import EngineConfig, read_plans, weight_files
+from inkrt.runtime.engine_file import EngineCode, EngineConfig, read_code, weight_files
 from inkrt.runtime.executor import StepInput, StepOutput
-from inkrt.runtime.plan import Argument, Const, DType, Launch, Plan, Ref, TensorSpec
+from inkrt.runtime.plan import Argument, Const, DType, Launch, Plan, Ref, TensorSpec, weight_specs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,13 +45,13 @@ class CpuExecutor:
         _check_plugins(folder, config)
         ranks = range(config.tp_size)
         # Every rank has its own copy of the plans in the format; on the CPU one serves all.
-        self._plans = read_plans(folder, 0)
+        code = read_code(folder, 0)
+        self._plans = code.plans
         arena_bytes = max(plan.arena_bytes for plan in self._plans.values())
         self.observer: Observer | None = None
         self._config = config
         self._ranks = [
-            _Rank(_load_weights(folder, config, rank, self._plans), config, arena_bytes)
-            for rank in ranks
+            _Rank(_load_weights(folder, config, rank, code), config, arena_bytes) for rank in ranks
         ]
         self._bound = {
             name: _BoundPlan(plan, [rank.bind(plan) for rank in self._ranks])
@@ -213,10 +213,8 @@ def _check_plugins(folder: Path, config: EngineConfig) -> None:
 
 
 def _load_weights(
-    folder: Path, config: EngineConfig, rank: int, plans: dict[str, Plan]
+    folder: Path, config: EngineConfig, rank: int, code: EngineCode
 ) -> dict[str, Tensor]:
-    if config.build.get("weights") == "dummy":
-        return _dummy_weights(plans, rank)
     weights: dict[str, Tensor] = {}
     for name in weight_files(config, rank):
         try:
@@ -226,21 +224,25 @@ def _load_weights(
                 f"{folder / name} is damaged ({error}); copy the engine again or rebuild it with: "
                 f"{config.rebuild_command}"
             ) from None
+    specs = weight_specs(code.plans)
+    for name, kind in code.template_of.items():
+        weights[name] = _repeat(code.templates[kind], specs[name])
+    for name, spec in specs.items():
+        got = weights.get(name)
+        if got is None or tuple(got.shape) != spec.shape or got.dtype != _dtype(spec.dtype):
+            found = "missing" if got is None else f"{got.dtype} {list(got.shape)}"
+            raise EngineFormatError(
+                f"engine {folder} is damaged: weight {name} of rank {rank} is {found}, its plans "
+                f"read {spec.dtype} {list(spec.shape)}; rebuild it with: {config.rebuild_command}"
+            )
     return weights
 
 
-def _dummy_weights(plans: dict[str, Plan], rank: int) -> dict[str, Tensor]:
-    """Pseudo-random weights that keep activations finite: a fixed function of name and rank."""
-    weights: dict[str, Tensor] = {}
-    for plan in plans.values():
-        for spec in plan.tensors:
-            if spec.space != "weight" or spec.storage in weights:
-                continue
-            digest = hashlib.sha256(f"{spec.storage}/{rank}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-            values = torch.randn(spec.shape, generator=generator) * spec.shape[-1] ** -0.5
-            weights[spec.storage] = values.to(_dtype(spec.dtype))
-    return weights
+def _repeat(template: bytes, spec: TensorSpec) -> Tensor:
+    """A dummy weight: the template over and over."""
+    data = torch.frombuffer(bytearray(template), dtype=_dtype(spec.dtype))
+    size = math.prod(spec.shape)
+    return data.repeat(-(-size // data.numel()))[:size].reshape(spec.shape)
 
 
 def _dtype(name: str) -> torch.dtype:

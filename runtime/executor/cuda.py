@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inkrt.errors import DeviceError, EngineMismatchError
-from inkrt.runtime.engine_file import EngineConfig, read_engine
+from inkrt.runtime.engine_file import EngineConfig, read_code
 from inkrt.runtime.executor import StepInput, StepOutput
 from inkrt.runtime.executor.cuda_memory import DeviceMemory, num_bytes
 from inkrt.runtime.plan import IntParam, Kernel, KernelParam, Plan, TensorParam
@@ -44,9 +44,10 @@ class CudaExecutor:
         self._config = config
         self._device = _open_device(Device, device, folder, config)
         self._stream = self._device.create_stream()
-        self._plans, cubins = read_engine(folder, 0)
-        self._modules = {name: ObjectCode.from_cubin(code) for name, code in cubins.items()}
-        self.memory = DeviceMemory(driver, folder, config, self._plans, self._stream.handle)
+        code = read_code(folder, 0)
+        self._plans = code.plans
+        self._modules = {name: ObjectCode.from_cubin(cubin) for name, cubin in code.cubins.items()}
+        self.memory = DeviceMemory(driver, folder, config, code, self._stream.handle)
         self._check = self.memory.check
         self._inputs = self.memory.host_bytes(self.memory.input_bytes)
         self._ring = self.memory.host_bytes(RING_SIZE * 8).view(np.uint64)

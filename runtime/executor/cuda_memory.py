@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inkrt.errors import CapacityError, DeviceError
-from inkrt.runtime.engine_file import EngineConfig, weight_files
+from inkrt.runtime.engine_file import EngineCode, EngineConfig, weight_files
 from inkrt.runtime.executor.weight_loader import (
     CHUNK_BYTES,
     WeightChunk,
@@ -18,7 +18,7 @@ from inkrt.runtime.executor.weight_loader import (
     WeightRegion,
     weight_regions,
 )
-from inkrt.runtime.plan import DTYPE_BYTES, Plan, TensorSpec
+from inkrt.runtime.plan import DTYPE_BYTES, Plan, TensorSpec, weight_specs
 
 ALIGNMENT = 256
 
@@ -73,7 +73,7 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, driver: Any, folder: Path, config: EngineConfig, plans: dict[str, Plan], stream: Any
+        self, driver: Any, folder: Path, config: EngineConfig, code: EngineCode, stream: Any
     ) -> None:
         self._driver = driver
         self._config = config
@@ -83,15 +83,19 @@ class DeviceMemory:
         self.base = 0
         paths = [folder / name for name in weight_files(config, 0)]
         weights = list(weight_regions(paths))
-        self._plan(weights, plans)
+        sizes = {weight.name: weight.size for weight in weights}
+        specs = weight_specs(code.plans)
+        sizes |= {name: num_bytes(specs[name]) for name in code.template_of}
+        self._plan(sizes, code.plans)
         free, _ = self.check(driver.cuMemGetInfo())
         require_free(self._arena.size, free, f"engine {folder}")
         self.base = int(self.check(driver.cuMemAlloc(self._arena.size)))
         regions = self._arena.regions
         self.inputs = self.base + regions["inputs"].offset
         self.error = self.base + regions["error"].offset
-        self._fill(plans)
+        self._fill(code.plans)
         self.load_rate = self._load(weights)
+        self._fill_dummies(code)
 
     def address(self, step: str, spec: TensorSpec) -> int:
         """Device address of a tensor of a step's plan."""
@@ -155,10 +159,10 @@ class DeviceMemory:
         while self._pinned:
             self.check(self._driver.cuMemFreeHost(self._pinned.pop()))
 
-    def _plan(self, weights: list[WeightRegion], plans: dict[str, Plan]) -> None:
+    def _plan(self, weight_sizes: dict[str, int], plans: dict[str, Plan]) -> None:
         arena = self._arena
-        for weight in weights:
-            arena.add(f"weight/{weight.name}", weight.size)
+        for weight, size in weight_sizes.items():
+            arena.add(f"weight/{weight}", size)
         for spec in self._config.state.buffers:
             size = math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
             arena.add(f"state/{spec.name}", size)
@@ -166,16 +170,17 @@ class DeviceMemory:
         for name, plan in plans.items():
             arena.add(f"scratch/{name}", plan.scratch_bytes)
         arena.add("error", 4)
-        sizes: dict[str, int] = {}
+        input_sizes: dict[str, int] = {}
         self.input_dtypes: dict[str, str] = {}
         for plan in plans.values():
             for name, index in plan.inputs.items():
                 spec_of_input = plan.tensors[index]
-                sizes[name] = max(sizes.get(name, 0), num_bytes(spec_of_input))
+                size = num_bytes(spec_of_input)
+                input_sizes[name] = max(input_sizes.get(name, 0), size)
                 self.input_dtypes[name] = spec_of_input.dtype
         self.input_offsets: dict[str, int] = {}
         self.input_bytes = 0
-        for name, size in sizes.items():
+        for name, size in input_sizes.items():
             self.input_offsets[name] = self.input_bytes
             self.input_bytes += -(-size // 16) * 16
         arena.add("inputs", self.input_bytes)
@@ -189,6 +194,21 @@ class DeviceMemory:
             start = self.base + self.region(f"scratch/{step}").offset
             for fill in plan.fills:
                 self.check(self._driver.cuMemsetD8(start + fill.offset, fill.value, fill.size))
+
+    def _fill_dummies(self, code: EngineCode) -> None:
+        """Repeat each template over the weights that it stands for, doubling what is there."""
+        copy = self._driver.cuMemcpyDtoDAsync
+        for name, kind in code.template_of.items():
+            region, template = self.region(f"weight/{name}"), code.templates[kind]
+            start = self.base + region.offset
+            done = min(len(template), region.size)
+            self.check(self._driver.cuMemcpyHtoD(start, template, done))
+            while done < region.size:
+                # Whole templates only, so that every repetition begins at one's start.
+                count = min(done, region.size - done)
+                self.check(copy(start + done, start, count, self._stream))
+                done += count
+        self.check(self._driver.cuStreamSynchronize(self._stream))
 
     def _load(self, weights: list[WeightRegion]) -> float:
         chunks = []

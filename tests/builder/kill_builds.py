@@ -1,14 +1,16 @@
 """Kills a build at every moment that leaves other files on the disk; run as a script.
 
-    python kill_builds.py CHECKPOINT ENGINE
+    python kill_builds.py CHECKPOINT ENGINE PREPARED
 
-A moment is a line of progress or a call of fsync. Every build is a forked process that stops at its
-moment and is killed there. Prints, as JSON, for every moment its name and what was in the engine's
-parent folder afterwards.
+PREPARED is a pickled `Prepared`: tracing takes long and writes nothing. A moment is a line of
+progress or a call of fsync. Every build is a forked process that stops at its moment and is killed
+there. Prints, as JSON, for every moment its name and what was in the engine's parent folder
+afterwards.
 """
 
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -17,23 +19,22 @@ from pathlib import Path
 from small_model import OPTIONS
 
 from inkrt.builder import build
-from inkrt.builder.checkpoint import Checkpoint
 
 
 def main() -> None:
-    """Kill builds until one comes to its end."""
-    checkpoint, engine = (Path(argument) for argument in sys.argv[1:])
-    # Tracing writes nothing: once is enough for all.
-    prepared = build.prepare(Checkpoint(checkpoint), OPTIONS)
-    build.prepare = lambda *_: prepared  # type: ignore[assignment]
+    """Kill builds, each a moment later, until one has published its folder."""
+    checkpoint, engine, pickled = (Path(argument) for argument in sys.argv[1:])
+    prepared = pickle.loads(pickled.read_bytes())
+    build.prepare = lambda *_: prepared
     moments: list[tuple[str, list[str]]] = []
-    while (moment := kill_at(len(moments), checkpoint, engine)) is not None:
+    while not engine.exists():
+        moment = kill_at(len(moments), checkpoint, engine)
         moments.append((moment, sorted(path.name for path in engine.parent.iterdir())))
     sys.stdout.write(json.dumps(moments))
 
 
-def kill_at(number: int, checkpoint: Path, engine: Path) -> str | None:
-    """Start a build, kill it at this moment; gives its name, or None if the build was through."""
+def kill_at(number: int, checkpoint: Path, engine: Path) -> str:
+    """Start a build and kill it at this moment; gives its name."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -42,10 +43,9 @@ def kill_at(number: int, checkpoint: Path, engine: Path) -> str | None:
     os.close(writing)
     with os.fdopen(reading) as pipe:
         moment = pipe.readline().rstrip("\n")
-    if moment:
-        os.kill(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return moment or None
+    return moment
 
 
 def build_until(number: int, checkpoint: Path, engine: Path, writing: int) -> None:

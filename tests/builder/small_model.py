@@ -24,8 +24,13 @@ from inkrt.engines.inkling2.weights import weight_sources
 from inkrt.engines.interface import Sharding, StateOptions
 from inkrt.engines.tiny import inkling2
 from inkrt.engines.tiny.checkpoint import write_checkpoint
+from inkrt.errors import InkError
 from inkrt.runtime.engine_file import StepSpec
 from inkrt.runtime.plan import Plan
+
+# Changes a checkpoint; what `refuse` of conftest.py takes, and what it gives.
+Damage = Callable[[Path], object]
+Refuse = Callable[[Damage], InkError | None]
 
 # Two steps and few pages: what most tests need of an engine, quickly built.
 OPTIONS = BuildOptions(max_verify_tokens=1, max_seq_len=200, prefill_chunk=16)

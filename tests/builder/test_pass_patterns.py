@@ -205,13 +205,6 @@ def later_columns(graph: StepGraph) -> None:
     set_argument(sample, "logits", logits(graph))
 
 
-def partial_head(graph: StepGraph) -> None:
-    """Logits that are not rounded to the model's dtype."""
-    head = behind_views(argument(logits(graph), "x"))
-    set_argument(head, "partial", True)
-    set_argument(logits(graph), "x", head)
-
-
 HEAD: dict[str, Change] = {
     "logits are later columns": later_columns,
     "logits are not capped": lambda g: set_argument(
@@ -220,7 +213,6 @@ HEAD: dict[str, Change] = {
     "logits are read before": lambda g: read_before(
         g, logits(g), calls(g.module.graph, "sample")[0]
     ),
-    "head is not rounded": partial_head,
 }
 
 

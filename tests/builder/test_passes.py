@@ -175,7 +175,7 @@ def test_write_moves_ahead_up_to_the_length_of_the_ring(
     assert_same_run(graph, expected, weights, states, inputs)
     if excess:
         # The bound is no wider than it must be: one token more overwrites what a query still sees.
-        monkeypatch.setattr(QKV_POST, "_may_write_first", lambda _: True)
+        monkeypatch.setattr(QKV_POST, "may_write_first", lambda _: True)
         forced = QKV_POST.fuse_qkv_post(small_graph(step, 1))
         with pytest.raises(AssertionError, match="differs at"):
             assert_same_run(forced, expected, weights, states, inputs)
@@ -187,8 +187,9 @@ def test_a_row_parallel_weight_that_is_not_summed_up_is_refused() -> None:
     with pytest.raises(BuildError) as caught:
         PASSES[0](graph)
     assert str(caught.value) == (
-        "row-parallel weight layers.2.attn.rel_bank is the weight or down of no linear or experts "
-        "call, so its partial sums would not be added up; correct the module"
+        "row-parallel weight layers.2.attn.rel_bank is summed over by none of linear, "
+        "linear_nvfp4, experts, swiglu_experts, so its partial sums would not be added up; correct "
+        "the module"
     )
 
 

@@ -25,6 +25,10 @@ from inkrt.runtime.engine_file import (
 from inkrt.runtime.plan import Const, DType, Launch, Plan, Ref, Refs, TensorSpec
 
 
+def encode(plans: dict[str, Plan]) -> bytes:
+    return engine_file.encode_code(engine_file.EngineCode(plans))
+
+
 def make_plan(name: str, num_tokens: int, *, extra_norms: int = 0) -> Plan:
     """Embedding, norms, head: enough to have every kind of tensor and argument."""
     t = num_tokens
@@ -57,7 +61,9 @@ def make_engine(folder: Path, *, tp_size: int = 2, extra_norms: int = 0, seed: i
         "verify4": make_plan("verify4", 4),
     }
     for rank in range(tp_size):
-        (folder / engine_file.plan_file(rank)).write_bytes(engine_file.encode_plans(plans))
+        (folder / engine_file.plan_file(rank)).write_bytes(
+            encode(plans)
+        )
         weights = np.random.default_rng(seed).integers(0, 9, 128).astype(np.int16)
         save_file({"embed": weights}, folder / f"rank{rank}-00001-of-00001.safetensors")
     config = EngineConfig(
@@ -211,7 +217,9 @@ def test_verify(engine: Path) -> None:
 
 def test_verify_finds_a_missing_plan(engine: Path) -> None:
     path = engine / "rank1.engine"
-    path.write_bytes(engine_file.encode_plans({"decode": make_plan("decode", 1)}))
+    path.write_bytes(
+        encode({"decode": make_plan("decode", 1)})
+    )
     config = engine_file.read_config(engine)
     entry = FileEntry(path.stat().st_size, engine_file.sha256_of(path))
     config = msgspec.structs.replace(config, files=config.files | {path.name: entry})

@@ -35,7 +35,7 @@ def write_engine(folder: Path, target: str) -> ef.EngineConfig:
     cubins[toy] = compiler.cubins[toy]
     plans = {f"{name}": _plan(name, width, toy) for name, width in _STEPS.items()}
     folder.mkdir()
-    (folder / "rank0.engine").write_bytes(ef.encode_plans(plans, cubins))
+    (folder / "rank0.engine").write_bytes(ef.encode_code(ef.EngineCode(plans, cubins)))
     path = folder / "rank0.engine"
     config = ef.EngineConfig(
         format=ef.FORMAT,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from oracles import ORACLES, Oracle, Result
+from oracles_flint import matrix
 from torch import Tensor
 
 
@@ -166,8 +167,11 @@ def sample(
 def lm_head_sample(
     x: Tensor,
     weight: Tensor,
+    scales: Tensor | None,
+    global_scale: Tensor | None,
     vocab_size: int,
     cap: float,
+    logits_dtype: torch.dtype,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -179,7 +183,9 @@ def lm_head_sample(
     tp_size: int,
 ) -> Result:
     assert tp_size == 1
-    ((logits,), _) = softcap(x @ weight[:vocab_size].T, cap)
+    logits = x @ matrix(weight, scales, global_scale)[:vocab_size].T
+    if cap > 0:
+        ((logits,), _) = softcap(logits, cap)
     ((tokens,), _) = sample(
         logits, temperature, top_k, top_p, min_p, seed, position, num_tokens, last_row
     )

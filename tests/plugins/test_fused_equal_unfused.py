@@ -27,12 +27,20 @@ def _moe(
     return OPS["experts"](x, weights, ids, gate_up, down, rank, gate_softcap, up_softcap, partial)
 
 
+def _project(x, weight, scales, global_scale, partial):
+    if scales is None:
+        return OPS["linear"](x, weight, partial)
+    return OPS["linear_nvfp4"](x, weight, scales, global_scale, partial)
+
+
 def _lm_head_sample(
-    x, weight, vocab_size, cap, temperature, top_k, top_p, min_p, seed, position, num_tokens,
-    last_row, tp_size,
+    x, weight, scales, global_scale, vocab_size, cap, logits_dtype, temperature, top_k, top_p,
+    min_p, seed, position, num_tokens, last_row, tp_size,
 ):  # fmt: skip
-    joined = OPS["all_gather"](OPS["linear"](x, weight, False), tp_size)
-    logits = OPS["softcap"](joined[:, :vocab_size].contiguous(), cap)
+    shard = _project(x, weight, scales, global_scale, logits_dtype == torch.float32)
+    logits = OPS["all_gather"](shard, tp_size)[:, :vocab_size].contiguous()
+    if cap:
+        logits = OPS["softcap"](logits, cap)
     tokens = OPS["sample"](
         logits, temperature, top_k, top_p, min_p, seed, position, num_tokens, last_row
     )
@@ -234,8 +242,11 @@ def test_sharded_head_equals_the_whole(
     whole: Arguments = {
         "x": (integers(generator, 3, num_rows, 13) - 1).to(dtype),
         "weight": weight,
+        "scales": None,
+        "global_scale": None,
         "vocab_size": vocab_size,
         "cap": 30.0,
+        "logits_dtype": dtype,
         **sampling_arguments(temperature=temperature, top_k=30, top_p=0.95, seed=3),
         "position": int32(9),
         "num_tokens": int32(num_rows),

@@ -86,8 +86,11 @@ def _sample(dtype: torch.dtype, g: torch.Generator) -> Setup:
 def _lm_head_sample(dtype: torch.dtype, g: torch.Generator) -> Setup:
     fixed = {
         "weight": normal(g, dtype, 517, 203, scale=0.3),
+        "scales": None,
+        "global_scale": None,
         "vocab_size": 509,
         "cap": 30.0,
+        "logits_dtype": dtype,
         **SAMPLING,
         "last_row": False,
         "tp_size": 1,

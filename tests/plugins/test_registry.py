@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from oracles import ORACLES, to_float64
+from oracles_flint import ORACLES_FLINT
 from oracles_fused import ORACLES_FUSED
 from torch import Tensor
 
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Arguments, Case, Plugin, plugins
 
-ALL_ORACLES = ORACLES | ORACLES_FUSED
+ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT
 DTYPES = (torch.float32, torch.bfloat16)
 
 

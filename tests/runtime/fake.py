@@ -20,14 +20,15 @@ from inkrt.runtime.engine_file import (
     CONFIG_NAME,
     FORMAT,
     FORMAT_VERSION,
+    EngineCode,
     EngineConfig,
     FileEntry,
     MemoryTable,
     ModelInfo,
     StateLayout,
     StepSpec,
+    encode_code,
     encode_config,
-    encode_plans,
     plan_file,
     sha256_of,
 )
@@ -111,7 +112,7 @@ def write_engine(
         for step in config.steps
     }
     for rank in range(config.tp_size):
-        (folder / plan_file(rank)).write_bytes(encode_plans(plans))
+        (folder / plan_file(rank)).write_bytes(encode_code(EngineCode(plans)))
     if tokenizer:
         make_tokenizer().save(str(folder / "tokenizer.json"))
     if template is not None:

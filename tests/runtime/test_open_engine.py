@@ -9,6 +9,7 @@ from fake import FakeExecutor, make_config, write_engine
 
 from inkrt.errors import EngineFormatError, EngineMismatchError, RequestError
 from inkrt.runtime.engine import Engine
+from inkrt.runtime.engine_file import encode_config, read_config, read_plans
 from inkrt.runtime.executor import Sampling, open_executor
 from inkrt.runtime.rebuild import rebuild_with
 
@@ -75,8 +76,9 @@ def test_check(tmp_path: Path) -> None:
     good = plan.read_bytes()
     plan.write_bytes(b"\xff" * len(good))
     assert Engine.check(tmp_path, verify=True) == ["rank1.engine has a wrong sha256 (damaged)"]
-    (problem,) = Engine.check(tmp_path)
-    assert problem.startswith(f"{plan} is damaged (")
+    assert Engine.check(tmp_path) == ["rank1.engine has a wrong sha256 (damaged)"]
+    with pytest.raises(EngineFormatError, match=r"rank1\.engine is damaged \("):
+        read_plans(tmp_path, 1)
     plan.unlink()
     assert Engine.check(tmp_path) == ["rank1.engine is missing"]
     (tmp_path / "config.json").unlink()
@@ -88,21 +90,23 @@ def test_check_compares_the_steps(tmp_path: Path) -> None:
     write_engine(tmp_path / "a")
     write_engine(tmp_path / "b", steps=make_config().steps[:3])
     config, plans = tmp_path / "a" / "config.json", tmp_path / "b" / "rank0.engine"
-    size, entry = plans.stat().st_size, (tmp_path / "a" / "rank0.engine").stat().st_size
+    other = read_config(tmp_path / "b").files["rank0.engine"]
+    mixed = read_config(tmp_path / "a")
+    mixed.files["rank0.engine"] = other
     (tmp_path / "a" / "rank0.engine").write_bytes(plans.read_bytes())
-    config.write_text(config.read_text().replace(str(entry), str(size)))
+    config.write_bytes(encode_config(mixed))
     assert Engine.check(tmp_path / "a") == [
         "rank0.engine has other steps than config.json says (damaged)"
     ]
 
 
 def test_other_targets_are_refused(tmp_path: Path) -> None:
-    write_engine(tmp_path, target="sm_90a")
+    write_engine(tmp_path, target="gfx942")
     assert Engine.check(tmp_path) == []
     with pytest.raises(EngineMismatchError) as caught:
         Engine.open(tmp_path)
     assert str(caught.value) == (
-        f"engine {tmp_path} was built for sm_90a, this version of inkrt runs cpu engines only; "
+        f"engine {tmp_path} was built for gfx942, this version of inkrt runs cpu and sm_* engines; "
         "rebuild it with: ink-build CHECKPOINT -o ENGINE --target cpu --max-seq-len 96 "
         "--max-batch-size 3"
     )

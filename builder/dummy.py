@@ -1,0 +1,95 @@
+"""Dummy weights: what an engine without weight files fills its memory with.
+
+A few kinds of tensors recur in every layer. Of each kind the engine file holds one template, small
+and random, which the runtime repeats over the tensor's bytes. Activations stay finite and routing
+near uniform, so a full-size engine can be timed without a checkpoint.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inkrt.builder.pack import PackedTensor
+
+# A small tensor (a router, norms) is its own template; of a large one this much is made.
+_WHOLE_BYTES = 8 * 2**20
+_TEMPLATE_BYTES = 2**20
+# Root mean square of uniform e2m1 codes.
+_CODE_RMS = 2.9
+
+
+@dataclass(frozen=True, slots=True)
+class DummyWeights:
+    """Templates of an engine.
+
+    Attributes:
+        kind_of: weight name to template name.
+        templates: template name to its bytes.
+    """
+
+    kind_of: dict[str, str]
+    templates: dict[str, bytes]
+
+
+def dummy_weights(tensors: list[PackedTensor]) -> DummyWeights:
+    """Make a template for every kind of tensor; the same tensors give the same bytes."""
+    kind_of: dict[str, str] = {}
+    templates: dict[str, bytes] = {}
+    for tensor in tensors:
+        kind = _kind(tensor)
+        kind_of[tensor.name] = kind
+        if kind not in templates:
+            templates[kind] = _template(tensor, kind)
+    return DummyWeights(kind_of, templates)
+
+
+def _kind(tensor: PackedTensor) -> str:
+    parts = tensor.sources or (tensor,)
+    text = f"{tensor.packing.name if tensor.packing else ''}/" + "/".join(
+        f"{part.name.rpartition('.')[2]}{list(part.shape)}{part.dtype}" for part in parts
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _template(tensor: PackedTensor, kind: str) -> bytes:
+    generator = torch.Generator().manual_seed(int(kind[:12], 16))
+    parts = tensor.sources or (tensor,)
+    num_rows = _num_rows(parts[0])
+    values = [_values(part, _cut(part, num_rows), generator) for part in parts]
+    data = values[0] if tensor.packing is None else tensor.packing.pack(*values)
+    return data.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _num_rows(tensor: PackedTensor) -> int | None:
+    """Rows of the first matrix that a template has; None for all of the tensor."""
+    if len(tensor.shape) == 1 or tensor.num_bytes <= _WHOLE_BYTES:
+        return None
+    row_bytes = tensor.shape[-1] * tensor.dtype.itemsize
+    # Row tiles of packed layouts have 16 rows.
+    return min(max(_TEMPLATE_BYTES // row_bytes // 16 * 16, 16), tensor.shape[-2])
+
+
+def _cut(tensor: PackedTensor, num_rows: int | None) -> tuple[int, ...]:
+    if num_rows is None or len(tensor.shape) == 1:
+        return tensor.shape
+    return (*[1] * (len(tensor.shape) - 2), num_rows, tensor.shape[-1])
+
+
+def _values(tensor: PackedTensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Rows of about unit norm. The parts of an NVFP4 matrix are known by dtype and name."""
+    if tensor.dtype == torch.uint8 and tensor.name.endswith(".scales"):
+        # One e4m3 scale for 16 columns, and its neighbors up and down.
+        value = torch.tensor((16 * shape[-1]) ** -0.5 / _CODE_RMS).to(torch.float8_e4m3fn)
+        jitter = torch.randint(-1, 2, shape, generator=generator)
+        scales: Tensor = (value.view(torch.uint8).int() + jitter).clamp(min=1).to(torch.uint8)
+        return scales
+    if tensor.dtype == torch.uint8:
+        return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    if tensor.name.endswith(".global_scale"):
+        return torch.ones(shape, dtype=tensor.dtype)
+    noise = torch.randn(shape, generator=generator)
+    # Norms and biases are near one.
+    values = 1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
+    return values.to(tensor.dtype)

@@ -1,0 +1,1 @@
+"""Flint: configuration, per-rank text model and weight map."""

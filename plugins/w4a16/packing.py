@@ -1,0 +1,303 @@
+"""The chunk layout of weights that the w4a16 kernels read, packed and unpacked exactly.
+
+A chunk is 16 rows x 256 k; a matrix is [row tile][k / 256] chunks; leading axes (experts) come first.
+NVFP4 chunks have 2304 bytes, bf16 chunks 8192; `w4a16.cuh` says where each value stands and why. The
+scales of NVFP4 change from e4m3 to e5m3 without loss; the codes under a zero scale become zero, which
+is the one thing that unpacking does not give back (their values are zero either way).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inkrt.errors import BuildError
+from inkrt.plugins.tactic import Packing, TensorArg
+
+CHUNK_ROWS = 16
+CHUNK_K = 256
+NVFP4_CHUNK_BYTES = 2304
+BF16_CHUNK_BYTES = 8192
+SCALE_BLOCK = 16
+_CODE_BYTES = 2048
+# Rows packed at a time: bounds the memory of intermediate arrays.
+_ROWS_AT_ONCE = 4096
+
+Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+def row_order(order: str, num_rows: int) -> Tensor | None:
+    """Source row of each packed row.
+
+    Args:
+        order: "plain"; "gated": the first half are gate rows and the second up rows, a tile takes
+            eight of each; "heads": a head of 128 rows, tile i takes rows 8i.. and 64 + 8i...
+        num_rows: rows of the matrix.
+
+    Returns:
+        int64 [num_rows], or None for the plain order.
+
+    Raises:
+        BuildError: the order is unknown or num_rows does not fit it.
+    """
+    if order == "plain":
+        return None
+    unit = {"gated": CHUNK_ROWS, "heads": 128}.get(order)
+    if unit is None:
+        raise BuildError(
+            f"packing: row order {order!r}, expected 'plain', 'gated' or 'heads'; correct the tactic"
+        )
+    if num_rows % unit:
+        raise BuildError(
+            f"packing: {num_rows} rows in order {order!r}, expected a multiple of {unit}; "
+            f"choose a tactic without it"
+        )
+    rows = torch.arange(num_rows)
+    group = num_rows if order == "gated" else 128
+    return rows.view(-1, 2, group // CHUNK_ROWS, 8).transpose(1, 2).reshape(-1)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows after padding to whole tiles."""
+    return -(-num_rows // CHUNK_ROWS) * CHUNK_ROWS
+
+
+def nvfp4_num_bytes(*shape: int) -> int:
+    """Bytes of a packed NVFP4 matrix of shape [..., N, K]."""
+    *lead, rows, width = shape
+    return prod(lead) * _tiles(rows, width) * NVFP4_CHUNK_BYTES
+
+
+def bf16_num_bytes(*shape: int) -> int:
+    """Bytes of a packed bf16 matrix of shape [..., N, K]."""
+    *lead, rows, width = shape
+    return prod(lead) * _tiles(rows, width) * BF16_CHUNK_BYTES
+
+
+def pack_nvfp4(codes: Tensor, scales: Tensor, order: str = "plain") -> Tensor:
+    """Pack NVFP4 weights.
+
+    Args:
+        codes: uint8 [..., N, K / 2]; byte m holds value 2m in its low and 2m + 1 in its high half.
+        scales: e4m3, as float8_e4m3fn or uint8 [..., N, K / 16]; no sign and no NaN.
+        order: of rows, see `row_order`.
+
+    Returns:
+        uint8 [nvfp4_num_bytes].
+
+    Raises:
+        BuildError: K is not a multiple of 256, or a scale is negative or NaN.
+    """
+    *lead, num_rows, half = codes.shape
+    width = half * 2
+    flat_codes = codes.reshape(-1, num_rows, half)
+    flat_scales = scales.view(torch.uint8).reshape(-1, num_rows, width // SCALE_BLOCK)
+    if int(flat_scales.max()) >= 0x7F:
+        raise BuildError(
+            f"packing: a scale byte is {int(flat_scales.max()):#04x}, expected e4m3 bytes below "
+            f"0x7f (no sign, no NaN); repair the checkpoint"
+        )
+    packed = np.empty(nvfp4_num_bytes(*lead, num_rows, width), np.uint8)
+    for out, matrix, index in _pieces(packed, flat_codes.shape[0], num_rows, width, order):
+        out[:] = _pack_rows(_take(flat_codes[matrix], index), _take(flat_scales[matrix], index))
+    return torch.from_numpy(packed)
+
+
+def unpack_nvfp4(
+    packed: Tensor, num_rows: int, width: int, order: str = "plain"
+) -> tuple[Tensor, Tensor]:
+    """Undo `pack_nvfp4`.
+
+    Args:
+        packed: uint8, of one or more matrices.
+        num_rows: N.
+        width: K.
+        order: as packed.
+
+    Returns:
+        Codes uint8 [matrices, N, K / 2] and scales uint8 [matrices, N, K / 16].
+    """
+    chunks = packed.numpy().reshape(
+        -1, padded_rows(num_rows) // 16, width // 256, NVFP4_CHUNK_BYTES
+    )
+    matrices, tiles, depth = chunks.shape[:3]
+    words = np.ascontiguousarray(chunks[..., :_CODE_BYTES]).view("<u4")
+    words = words.reshape(matrices, tiles, depth, 4, 8, 4, 4).transpose(0, 1, 4, 2, 3, 5, 6)
+    # [matrix, tile, half of the tile, g, chunk, vector, t, mma, pair]
+    codes = np.empty((matrices, tiles, 2, 8, depth, 4, 4, 4, 2), np.uint8)
+    for output in range(4):
+        byte = _extract(words, output, 0) | _extract(words, output, 1) << 4
+        codes[:, :, output % 2, ..., output // 2] = byte
+    scale_bytes = chunks[..., _CODE_BYTES:].reshape(matrices, tiles, depth, 8, 4, 4, 2)
+    scales = _from_e5m3()[scale_bytes.transpose(0, 1, 6, 3, 2, 5, 4)]
+    return (
+        _restore(codes.reshape(matrices, -1, width // 2), num_rows, order),
+        _restore(scales.reshape(matrices, -1, width // SCALE_BLOCK), num_rows, order),
+    )
+
+
+def pack_bf16(weight: Tensor, order: str = "plain") -> Tensor:
+    """Pack bf16 weights [..., N, K]; gives uint8 [bf16_num_bytes]; errors as `pack_nvfp4`."""
+    *lead, num_rows, width = weight.shape
+    flat = weight.view(torch.int16).reshape(-1, num_rows, width)
+    packed = np.empty(bf16_num_bytes(*lead, num_rows, width), np.uint8)
+    for out, matrix, index in _pieces(packed, flat.shape[0], num_rows, width, order):
+        rows = _take(flat[matrix], index).reshape(-1, 2, 8, width // 64, 4, 4, 2, 2)
+        # [tile, half of the tile, g, vector, t, mma, pair, k] to [tile, vector, mma, g, t, pair, half, k]
+        out[:] = np.ascontiguousarray(rows.transpose(0, 3, 5, 2, 4, 6, 1, 7)).view(np.uint8).ravel()
+    return torch.from_numpy(packed)
+
+
+def unpack_bf16(packed: Tensor, num_rows: int, width: int, order: str = "plain") -> Tensor:
+    """Undo `pack_bf16`: bf16 [matrices, N, K]."""
+    tiles = padded_rows(num_rows) // CHUNK_ROWS
+    rows = packed.numpy().view("<i2").reshape(-1, tiles, width // 64, 4, 8, 4, 2, 2, 2)
+    rows = rows.transpose(0, 1, 7, 4, 2, 5, 3, 6, 8).reshape(len(rows), -1, width)
+    return _restore(rows, num_rows, order).view(torch.bfloat16)
+
+
+def nvfp4_packing(codes: str, scales: str, order: str) -> Packing:
+    """The packing of the NVFP4 arguments `codes` and `scales` for a tactic."""
+
+    def num_bytes(shapes: Sequence[TensorArg]) -> int:
+        *lead, half = shapes[0].shape
+        return nvfp4_num_bytes(*lead, half * 2)
+
+    return Packing((codes, scales), f"nvfp4_chunks_{order}", _packer(pack_nvfp4, order), num_bytes)
+
+
+def bf16_packing(weight: str, order: str) -> Packing:
+    """The packing of the bf16 argument `weight` for a tactic."""
+
+    def num_bytes(shapes: Sequence[TensorArg]) -> int:
+        return bf16_num_bytes(*shapes[0].shape)
+
+    return Packing((weight,), f"bf16_chunks_{order}", _packer(pack_bf16, order), num_bytes)
+
+
+def _packer(pack: Callable[..., Tensor], order: str) -> Callable[..., Tensor]:
+    return lambda *tensors: pack(*tensors, order)
+
+
+def _tiles(num_rows: int, width: int) -> int:
+    """Chunks of a matrix."""
+    if width % CHUNK_K:
+        raise BuildError(
+            f"packing: rows of {width} values, expected a multiple of {CHUNK_K}; "
+            f"choose a tactic without chunks"
+        )
+    return padded_rows(num_rows) // CHUNK_ROWS * (width // CHUNK_K)
+
+
+def _pieces(
+    packed: Bytes, matrices: int, num_rows: int, width: int, order: str
+) -> list[tuple[Bytes, int, Tensor]]:
+    """Parts of `packed`, each with its matrix and the source rows (-1: padding)."""
+    rows = torch.full((padded_rows(num_rows),), -1)
+    source = row_order(order, num_rows)
+    rows[:num_rows] = torch.arange(num_rows) if source is None else source
+    row_bytes = packed.size // (matrices * len(rows))
+    pieces = []
+    for matrix in range(matrices):
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            index = rows[first : first + _ROWS_AT_ONCE]
+            start = (matrix * len(rows) + first) * row_bytes
+            pieces.append((packed[start : start + len(index) * row_bytes], matrix, index))
+    return pieces
+
+
+def _take(matrix: Tensor, index: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    """Rows of `matrix`; those of index -1 are zero."""
+    rows = matrix[index.clamp(min=0)].numpy()
+    rows[(index < 0).numpy()] = 0
+    return rows
+
+
+def _restore(
+    rows: np.ndarray[tuple[int, ...], np.dtype[np.generic]], num_rows: int, order: str
+) -> Tensor:
+    """Without padding, in the source's order; rows has shape [matrices, padded N, ...]."""
+    source = row_order(order, num_rows)
+    values = torch.from_numpy(np.ascontiguousarray(rows[:, :num_rows]))
+    if source is None:
+        return values
+    restored = torch.empty_like(values)
+    restored[:, source] = values
+    return restored
+
+
+def _pack_rows(
+    codes: np.ndarray[tuple[int, ...], np.dtype[np.generic]],
+    scales: np.ndarray[tuple[int, ...], np.dtype[np.generic]],
+) -> Bytes:
+    """Chunks of whole tiles: codes uint8 [R, K / 2], scales uint8 [R, K / 16]."""
+    num_rows, half = codes.shape
+    empty = scales == 0
+    if empty.any():
+        codes.reshape(num_rows, -1, 8)[empty] = 0
+    depth = half * 2 // CHUNK_K
+    # [tile, half of the tile, g, chunk, vector, t, mma, pair]
+    parts = codes.reshape(-1, 2, 8, depth, 4, 4, 4, 2)
+    table = _code_words()
+    words = table[0][parts[:, 0, ..., 0]]
+    words |= table[1][parts[:, 1, ..., 0]]
+    words |= table[2][parts[:, 0, ..., 1]]
+    words |= table[3][parts[:, 1, ..., 1]]
+    chunks = np.empty((len(parts), depth, NVFP4_CHUNK_BYTES), np.uint8)
+    ordered = np.ascontiguousarray(words.transpose(0, 2, 3, 1, 4, 5)).astype("<u4", copy=False)
+    chunks[..., :_CODE_BYTES] = ordered.view(np.uint8).reshape(len(parts), depth, _CODE_BYTES)
+    bytes_ = _to_e5m3()[scales].reshape(-1, 2, 8, depth, 4, 4).transpose(0, 3, 2, 5, 4, 1)
+    chunks[..., _CODE_BYTES:] = bytes_.reshape(len(parts), depth, -1)
+    return chunks.ravel()
+
+
+# Where the kernel's shifts and masks look for the bits (mantissa, low and high exponent bit, sign) of
+# the first code of each A register; the second code stands 16 bits further on, around the word's end.
+_BITS = ((0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 19), (14, 7, 8, 15))
+
+
+@cache
+def _code_words() -> Words:
+    """[register, byte of two codes]: their bits in the word."""
+    table = np.zeros((4, 256), np.uint32)
+    for register, places in enumerate(_BITS):
+        for byte in range(256):
+            for bit in range(8):
+                if byte >> bit & 1:
+                    place = (places[bit % 4] + 16 * (bit // 4)) % 32
+                    table[register, byte] |= np.uint32(1 << place)
+    return table
+
+
+def _extract(words: Words, register: int, second: int) -> Bytes:
+    """Codes of a register, the first or the second of its pair."""
+    codes = np.zeros(words.shape, np.uint8)
+    for bit, place in enumerate(_BITS[register]):
+        shift = (place + 16 * second) % 32
+        codes |= ((words >> np.uint32(shift)) & np.uint32(1)).astype(np.uint8) << bit
+    return codes
+
+
+@cache
+def _to_e5m3() -> Bytes:
+    """e4m3 byte to e5m3 byte with bias 15 more; subnormals become normal, zero stays zero."""
+    table = np.zeros(256, np.uint8)
+    for byte in range(1, 0x7F):
+        exponent, mantissa = byte >> 3, byte & 7
+        if exponent == 0:  # mantissa x 2^-9
+            shift = mantissa.bit_length() - 1
+            exponent, mantissa = shift - 2, (mantissa << (3 - shift)) & 7
+        table[byte] = (exponent + 15) << 3 | mantissa
+    return table
+
+
+@cache
+def _from_e5m3() -> Bytes:
+    table = np.zeros(256, np.uint8)
+    forward = _to_e5m3()
+    table[forward[:0x7F]] = np.arange(0x7F)
+    return table

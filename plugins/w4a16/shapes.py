@@ -1,0 +1,183 @@
+"""Sizes of the model that the w4a16 kernels serve, what they require, and their shared memory.
+
+The shared-memory sizes here repeat the `Shared` structs of the CUDA files; the tests compare both.
+"""
+
+from dataclasses import dataclass
+
+from inkrt.errors import BuildError
+
+MAX_TOKENS = 8
+MAX_SMEM = 227 * 1024
+MAX_NORM_WIDTH = 2048
+HEAD = 128
+PAGE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Dims:
+    """Sizes of a model; those of Flint as defaults.
+
+    Attributes:
+        hidden: a multiple of 256, at most 2048.
+        heads: of 128 values each.
+        kv_heads: likewise.
+        experts: at most 256, a multiple of 8.
+        top_k: at most 8.
+        width: of a routed expert, a multiple of 256, at most 512.
+        shared_width: of the shared expert, a multiple of `width`; at least experts rows / 8.
+        dense_width: of the dense layers' MLP, a multiple of 256.
+        vocab: rows of the head.
+        bf16: weights are bf16, not NVFP4.
+    """
+
+    hidden: int = 2048
+    heads: int = 32
+    kv_heads: int = 4
+    experts: int = 256
+    top_k: int = 6
+    width: int = 512
+    shared_width: int = 1024
+    dense_width: int = 6144
+    vocab: int = 150144
+    bf16: bool = False
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of 16 rows x 256 k."""
+        return 8192 if self.bf16 else 2304
+
+    def tile_bytes(self, width: int) -> int:
+        """Bytes of 16 rows of `width` values."""
+        return width // 256 * self.chunk_bytes
+
+
+def require(holds: bool, kernel: str, message: str) -> None:
+    """Raise BuildError with `message` (got, expected) unless `holds`."""
+    if not holds:
+        raise BuildError(f"w4a16 {kernel}: {message}; this model needs another tactic")
+
+
+def check_tokens(kernel: str, num_tokens: int) -> None:
+    """T is 1 to 8."""
+    require(1 <= num_tokens <= MAX_TOKENS, kernel, f"T={num_tokens}, expected 1 to {MAX_TOKENS}")
+
+
+def check_width(kernel: str, name: str, width: int, most: int) -> None:
+    """A K dimension is a multiple of 256 and at most `most`."""
+    require(
+        width % 256 == 0 and 0 < width <= most,
+        kernel,
+        f"{name}={width}, expected a multiple of 256 up to {most}",
+    )
+
+
+def check_smem(kernel: str, num_bytes: int) -> int:
+    """The size itself, if a block can have it."""
+    require(
+        num_bytes <= MAX_SMEM, kernel, f"{num_bytes} B of shared memory, expected up to {MAX_SMEM}"
+    )
+    return num_bytes
+
+
+def vectors_per_warp(width: int, warps: int) -> int:
+    """As in w4a16.cuh: vectors of 64 k for each warp that has any."""
+    vectors = width // 64
+    share = -(-vectors // warps)
+    while vectors % share:
+        share += 1
+    return share
+
+
+def live_warps(width: int, warps: int) -> int:
+    """Warps that have vectors."""
+    return width // 64 // vectors_per_warp(width, warps)
+
+
+def struct_bytes(*members: tuple[int, int]) -> int:
+    """Size of a C struct of members (bytes, alignment)."""
+    size = 0
+    for num_bytes, align in members:
+        size = -(-size // align) * align + num_bytes
+    largest = max(align for _, align in members)
+    return -(-size // largest) * largest
+
+
+def norm_bytes(hidden: int, threads: int) -> int:
+    """`Norm::Memory`."""
+    parts = -(-hidden // (threads * 4))
+    return struct_bytes(
+        (MAX_TOKENS * (hidden + 8) * 2, 16),
+        (MAX_TOKENS * (threads // 32) * 4, 16),
+        (parts * threads * 8, 16),
+    )
+
+
+def qkv_bytes(dims: Dims, cluster: int) -> int:
+    """`Shared` of qkv.cu."""
+    tiles = -(-8 // cluster)
+    return struct_bytes(
+        (tiles * dims.tile_bytes(dims.hidden), 128),
+        (norm_bytes(dims.hidden, 512), 16),
+        (tiles * live_warps(dims.hidden, 16) * 512, 16),
+        (8 * MAX_TOKENS * 4, 16),
+        (tiles * 64 * 32, 8),
+        (8, 8),
+    )
+
+
+def linear_bytes(dims: Dims, width: int) -> int:
+    """`Shared` of linear.cu."""
+    return struct_bytes((dims.tile_bytes(width), 128), (live_warps(width, 16) * 512, 16), (8, 8))
+
+
+def router_rows(dims: Dims) -> int:
+    """Router rows of a block."""
+    return -(-dims.experts // (dims.shared_width // 8))
+
+
+def router_bytes(dims: Dims) -> int:
+    """`Shared` of router.cu."""
+    warps = live_warps(dims.hidden, 16)
+    return struct_bytes(
+        (dims.tile_bytes(dims.hidden), 128),
+        (router_rows(dims) * dims.hidden * 2, 128),
+        (norm_bytes(dims.hidden, 512), 16),
+        (warps * 512, 16),
+        (warps * 256, 16),
+        (8, 8),
+    )
+
+
+def route_members(dims: Dims) -> list[tuple[int, int]]:
+    """`Route` of route.cuh."""
+    slots = MAX_TOKENS * dims.top_k
+    return [
+        (slots * 4, 4), (slots * 8, 8), (64, 1), (256, 4), (256, 4), (32, 4), (4, 4), (256, 4),
+        (512, 8),
+    ]  # fmt: skip
+
+
+def gate_up_bytes(dims: Dims, depth: int) -> int:
+    """`Shared` of gate_up.cu."""
+    slots = MAX_TOKENS * dims.top_k
+    return struct_bytes(
+        (2 * depth * live_warps(dims.hidden, 8) * 512, 16),
+        (struct_bytes(*route_members(dims)), 8),
+        (slots * 4, 4),
+        (256, 4),
+    )
+
+
+def down_bytes(dims: Dims) -> int:
+    """`Shared` of down.cu."""
+    jobs = dims.shared_width // dims.width + MAX_TOKENS * dims.top_k
+    return struct_bytes((jobs * 512, 16), (struct_bytes(*route_members(dims)), 8), (256, 4))
+
+
+def stream_bytes(dims: Dims, depth: int, *, norm: bool) -> int:
+    """`Shared` of stream.cu."""
+    members = [(2 * depth * live_warps(dims.hidden, 8) * 512, 16)]
+    if norm:
+        members.append((norm_bytes(dims.hidden, 256), 16))
+    return struct_bytes(*members, (256, 4), (256, 4))

@@ -1,0 +1,103 @@
+"""A backend for kernel checks that runs CUDA kernels on the CPU, see cuda_on_cpu.h."""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from w4a16_backend import Buffer
+
+from inkrt.plugins.tactic import KernelLaunch
+
+_HERE = Path(__file__).parent
+_PLUGINS = _HERE.parents[2] / "plugins"
+COMPILER = shutil.which("g++")
+
+
+class Emulator:
+    """Compiles kernels with g++ into `folder` and runs them.
+
+    Attributes:
+        folder: of shared libraries; equal kernels are compiled once.
+        reverse: run threads in falling order.
+    """
+
+    def __init__(self, folder: Path, *, reverse: bool = False) -> None:
+        self.folder = folder
+        self.reverse = reverse
+        self._libraries: dict[str, ctypes.CDLL] = {}
+
+    def upload(self, data: NDArray[np.generic]) -> Buffer:
+        # One spare page each, so that 16-byte alignment can be had and small overruns show in checks.
+        raw = np.full(data.nbytes + 32, 0xEE, np.uint8)
+        start = -raw.ctypes.data % 16
+        part = raw[start : start + data.nbytes]
+        part[:] = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
+        return Buffer(part.ctypes.data, data.nbytes, (raw, part))
+
+    def download(self, buffer: Buffer) -> NDArray[np.uint8]:
+        raw, part = buffer.owner
+        assert (raw[part.size + part.ctypes.data - raw.ctypes.data :] == 0xEE).all(), "overrun"
+        return part.copy()
+
+    def launch(
+        self, kernel: KernelLaunch, values: Sequence[Buffer | int | float], late: Sequence[Buffer]
+    ) -> None:
+        library = self.library(kernel)
+        shared = library.emu_shared_bytes()
+        assert shared <= kernel.smem_bytes, f"{kernel.entry}: {kernel.smem_bytes} B for {shared}"
+        held = []
+        for buffer in late:
+            _, part = buffer.owner
+            copy = part.copy()
+            part[:] = 0xFF
+            held.append(copy)
+            library.emu_publish(
+                ctypes.c_void_p(buffer.address),
+                ctypes.c_void_p(copy.ctypes.data),
+                ctypes.c_size_t(copy.size),
+            )
+        cells = [
+            ctypes.c_void_p(v.address) if isinstance(v, Buffer)
+            else ctypes.c_float(v) if isinstance(v, float)
+            else ctypes.c_int(v)
+            for v in values
+        ]  # fmt: skip
+        pointers = (ctypes.c_void_p * len(cells))(
+            *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
+        )
+        library.emu_run(
+            kernel.grid[0], kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
+            int(self.reverse), pointers,
+        )  # fmt: skip
+
+    def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
+        """The compiled kernel."""
+        defines = [f"-D{name}={value}" for name, value in kernel.defines]
+        sources = [*_PLUGINS.glob("w4a16/*.cu*"), *_HERE.glob("*.cpp"), *_HERE.glob("*.h")]
+        text = "\0".join([kernel.entry, str(kernel.source), *defines])
+        digest = hashlib.sha256(text.encode())
+        for path in sorted(sources):
+            digest.update(path.read_bytes())
+        name = digest.hexdigest()[:16]
+        if name not in self._libraries:
+            path = self.folder / f"{kernel.entry}-{name}.so"
+            if not path.exists():
+                assert COMPILER is not None
+                shared = "struct Shared {" in kernel.source.read_text().split("extern")[0]
+                command = [
+                    COMPILER, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC",
+                    "-include", str(_HERE / "cuda_on_cpu.h"), f"-I{kernel.source.parent}",
+                    f"-I{_PLUGINS}", f"-DKERNEL={kernel.entry}", f'-DSOURCE="{kernel.source.name}"',
+                    *defines, *(["-DHAS_SHARED"] if shared else []), str(_HERE / "run.cpp"),
+                    "-o", str(path),
+                ]  # fmt: skip
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, done.stderr[-4000:]
+            self._libraries[name] = ctypes.CDLL(str(path))
+            self._libraries[name].emu_shared_bytes.restype = ctypes.c_size_t
+        return self._libraries[name]

@@ -1,0 +1,204 @@
+"""Attention kernels of sm_90a without a GPU: cache layout, tactics, compilation, spills."""
+
+import itertools
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inkrt.builder.compile import compile_cubin
+from inkrt.plugins import kv_layout
+from inkrt.plugins.attention_sm90 import tactics
+from inkrt.plugins.attention_sm90.tactics import Call, Split, fast_tactic, sink_attention_tactics
+from inkrt.plugins.state import locate
+from inkrt.plugins.tactic import CallArgs, KernelLaunch, Tactic, TensorArg
+
+HEAD_DIMS = (16, 32, 48, 64, 128, 256)
+FULL = Call(8, 4, 8, 128, 0, 0, 128**-0.5)
+SLIDING = replace(FULL, window=513, ring_rows=576)
+
+
+# ---- layout
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_value_of_a_tile_has_its_own_place(head_dim: int) -> None:
+    assert kv_layout.has_layout(head_dim)
+    order = kv_layout.tile_order(head_dim)
+    assert order.flatten().sort().values.tolist() == list(range(64 * head_dim))
+    assert kv_layout.tile_bytes(head_dim) == 2 * order.numel()
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_eight_dims_are_sixteen_aligned_bytes(head_dim: int) -> None:
+    chunks = kv_layout.tile_order(head_dim).view(64, head_dim // 8, 8)
+    assert (chunks[..., 0] % 8 == 0).all()
+    assert torch.equal(chunks - chunks[..., :1], torch.arange(8).expand_as(chunks))
+
+
+def test_swizzle_of_head_dim_128() -> None:
+    """The rule as it was given: [half][token][64 dims], chunk c at c ^ (token & 7)."""
+    for token, dim in itertools.product(range(64), range(128)):
+        half, chunk = dim // 64, dim % 64 // 8
+        expected = half * 8192 + token * 128 + (chunk ^ (token & 7)) * 16 + dim % 8 * 2
+        assert kv_layout.byte_in_tile(token, dim, 128) == expected
+
+
+def test_short_rows_are_not_swizzled() -> None:
+    for token, dim in itertools.product(range(64), range(32)):
+        assert kv_layout.byte_in_tile(token, dim, 32) == token * 64 + dim * 2
+
+
+@pytest.mark.parametrize("head_dim", [7, 8, 72, 96, 100])
+def test_other_head_dims_have_no_layout(head_dim: int) -> None:
+    assert not kv_layout.has_layout(head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_pack_puts_every_value_where_the_formula_says(head_dim: int) -> None:
+    """A ring of two pages per slot: a position's row and its wrap, against `state.locate`."""
+    ring_rows, num_kv_heads = 128, 2
+    size = (3, ring_rows, num_kv_heads, head_dim)
+    cache = torch.arange(torch.Size(size).numel()).view(size).to(torch.int16)
+    flat = kv_layout.pack(cache).flatten()
+    for position, slot in ((0, 0), (63, 1), (64, 2), (127, 0), (128, 1), (1000, 2)):
+        where = locate(cache, torch.tensor([position]), torch.tensor([slot]), None)
+        page = kv_layout.ring_page(position, slot, ring_rows)
+        for head, dim in itertools.product(range(num_kv_heads), (0, 9, head_dim - 1)):
+            byte = kv_layout.byte_in_buffer(page, head, position % 64, dim, num_kv_heads, head_dim)
+            assert flat[byte // 2] == cache[where][0, head, dim]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_unpack_inverts_pack(head_dim: int) -> None:
+    cache = torch.randn(2, 192, 3, head_dim).bfloat16()
+    assert torch.equal(kv_layout.unpack(kv_layout.pack(cache), 192, head_dim), cache)
+
+
+def test_ring_pages_repeat_after_the_ring_and_differ_between_slots() -> None:
+    ring_rows = 576
+    pages = [kv_layout.ring_page(p, 0, ring_rows) for p in range(ring_rows)]
+    assert pages == [p // 64 for p in range(ring_rows)]
+    assert kv_layout.ring_page(ring_rows + 70, 0, ring_rows) == pages[70]
+    assert kv_layout.ring_page(0, 1, ring_rows) == pages[-1] + 1
+
+
+# ---- tactics
+
+
+def call_args(call: Call, **changes: TensorArg | int | None) -> CallArgs:
+    """Arguments of a `sink_attention` call."""
+    rows = call.ring_rows or 64
+    cache = TensorArg((40, rows, call.num_kv_heads, call.head_dim), torch.bfloat16)
+    q = TensorArg((call.num_tokens, call.num_heads, call.head_dim), torch.bfloat16)
+    table = None if call.ring_rows else TensorArg((99,), torch.int32)
+    args: CallArgs = {"q": q, "k_cache": cache, "v_cache": cache, "page_table": table}
+    return args | {"window": call.window, "scale": call.scale} | changes
+
+
+def find(call: Call, **changes: TensorArg | int | None) -> list[Tactic]:
+    return sink_attention_tactics("sm_90a", call_args(call, **changes))
+
+
+@pytest.mark.parametrize("call", [FULL, SLIDING, replace(FULL, num_kv_heads=1)])
+def test_how_keys_are_split_does_not_depend_on_the_step(call: Call) -> None:
+    """Else a token's bits would depend on T."""
+    splits = [s for t in range(1, 9) for s in tactics.splits(replace(call, num_tokens=t))]
+    assert len({(s.cluster, s.clusters, s.min_pages) for s in splits}) == 1
+
+
+@pytest.mark.parametrize("call", [FULL, SLIDING])
+@pytest.mark.parametrize("num_tokens", range(1, 9))
+def test_every_token_of_a_step_has_a_block(call: Call, num_tokens: int) -> None:
+    for tactic in find(replace(call, num_tokens=num_tokens)):
+        (kernel,) = tactic.kernels
+        group = dict(kernel.defines)["ATTN_GROUP"]
+        assert isinstance(group, int)
+        assert (kernel.grid[2] - 1) * group < num_tokens <= kernel.grid[2] * group
+        assert kernel.grid[0] % kernel.cluster == 0
+
+
+def test_blocks_that_exchange_through_memory_fit_on_the_gpu() -> None:
+    for num_kv_heads in (1, 2, 3, 4, 8):
+        for tactic in find(replace(FULL, num_kv_heads=num_kv_heads)):
+            (kernel,) = tactic.kernels
+            assert kernel.grid[0] * kernel.grid[1] * kernel.grid[2] <= 132
+
+
+def test_a_dim_that_wgmma_does_not_take_gets_the_simple_kernel() -> None:
+    assert [t.name for t in find(replace(FULL, head_dim=64))] == ["simple"]
+    assert [t.name for t in find(replace(FULL, heads_per_kv=16))] == ["simple"]
+
+
+def test_calls_without_a_kernel() -> None:
+    assert sink_attention_tactics("sm_100a", call_args(FULL)) == []
+    assert find(replace(FULL, num_tokens=9)) == []
+    assert find(replace(FULL, head_dim=10)) == []
+    assert find(replace(SLIDING, ring_rows=512)) == []  # cannot hold the window and eight rows
+    assert find(replace(SLIDING, ring_rows=580)) == []  # not made of pages
+    pages_of_16 = TensorArg((40, 16, 4, 128), torch.bfloat16)
+    assert find(FULL, k_cache=pages_of_16) == []
+    assert find(FULL, q=TensorArg((8, 32, 128), torch.float32)) == []
+
+
+# ---- compilation
+
+
+def relative(call: Call, split: Split) -> KernelLaunch:
+    """The Inkling-2 form of a launch; it has no tactic yet."""
+    (kernel,) = fast_tactic(call, split).kernels
+    defines = dict(kernel.defines) | {"ATTN_RELATIVE": 1}
+    return replace(kernel, entry="relative_attention", defines=tuple(defines.items()))
+
+
+def kernels() -> list[KernelLaunch]:
+    """The first choice of narrow, odd and wide steps, other forms, and the simple kernel."""
+    calls = [replace(c, num_tokens=t) for c in (FULL, SLIDING) for t in (1, 3, 8)]
+    calls += [replace(FULL, head_dim=32), replace(SLIDING, head_dim=64, heads_per_kv=4)]
+    found = [find(call)[0].kernels[0] for call in calls]
+    inkling = Call(8, 8, 6, 128, 0, 0, 128**-0.5)
+    ring = replace(inkling, window=1024, ring_rows=1088)
+    return [
+        *found,
+        fast_tactic(SLIDING, Split(8, 1, 1, 8, 2)).kernels[0],
+        relative(inkling, Split(1, 16, 1, 8, 4)),
+        relative(ring, Split(8, 1, 1, 8, 4)),
+    ]
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread and bytes of its stack, of a cubin with one kernel.
+
+    A cubin is an ELF file. Its section .nv.info is a list of (format, attribute, size) and payload;
+    the payloads of interest are two words: symbol, value. Spilled registers stand on the stack.
+    """
+    attributes = {0x2F: "registers", 0x11: "stack"}
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]
+    found: dict[str, int] = {}
+    for name, _, _, _, offset, size in headers:
+        start = headers[names][4] + name
+        if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
+            continue
+        position = offset
+        while position < offset + size:
+            kind, attribute, length = struct.unpack_from("<BBH", cubin, position)
+            position += 4
+            if kind == 4:
+                if attribute in attributes:
+                    _, value = struct.unpack_from("<II", cubin, position)
+                    found[attributes[attribute]] = value
+                position += length
+    return found
+
+
+@pytest.mark.parametrize("kernel", kernels(), ids=lambda k: f"{k.entry}-{k.grid}-{k.smem_bytes}")
+def test_kernels_compile_without_spills(kernel: KernelLaunch) -> None:
+    pytest.importorskip("cuda.core", reason="NVRTC needs cuda.core and nvidia-cuda-nvrtc")
+    cubin = compile_cubin(kernel.source, kernel.defines, "sm_90a")
+    assert kernel.entry.encode() in cubin
+    used = resources(cubin)
+    assert used["stack"] == 0
+    assert used["registers"] * kernel.block[0] <= 65536
