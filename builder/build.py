@@ -17,7 +17,7 @@ from torch import nn
 
 import inkrt
 from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint
-from inkrt.builder.compile import Compiler
+from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower
@@ -59,6 +59,7 @@ Progress = Callable[[str], None]
 # 64 positions of one head are 16 KiB in BF16: long enough for full-rate copies, short enough that a
 # conversation wastes little of its last page.
 PAGE_TOKENS = 64
+CPU_PREFILL_CHUNK = 64
 # Plans, configuration and tokenizer beside the weights: room that is asked of the disk on top.
 _FOLDER_OVERHEAD_BYTES = 64 * 2**20
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -111,7 +112,8 @@ def prepare(
     if options.weights == "real":
         _check_weights(checkpoint, definition, model, sharding)
     dtype = _DTYPES[options.dtype]
-    state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS)
+    multiple = {} if options.target == "cpu" else {"kv_ring_multiple": PAGE_TOKENS}
+    state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS, **multiple)
     plans: dict[str, Plan] = {}
     target = Target(options.target)
     if options.target != "cpu":
@@ -194,7 +196,10 @@ def _resolve(
     dtype = options.dtype
     if dtype == "auto":
         dtype = model.dtype or _stored_dtype(checkpoint, definition, model)  # type: ignore[assignment]
-    return dataclasses.replace(options, dtype=dtype, max_seq_len=options.max_seq_len or limit)
+    chunk = options.prefill_chunk or (CPU_PREFILL_CHUNK if options.target == "cpu" else 0)
+    return dataclasses.replace(
+        options, dtype=dtype, max_seq_len=options.max_seq_len or limit, prefill_chunk=chunk
+    )
 
 
 def _stored_dtype(checkpoint: CheckpointSource, definition: Definition, model: ModelConfig) -> str:
@@ -218,7 +223,10 @@ def _check_weights(
 def _engine_code(
     plans: dict[str, Plan], target: Target, tensors: list[PackedTensor], options: BuildOptions
 ) -> EngineCode:
-    cubins = target.compiler.cubins if target.compiler else {}
+    cubins = dict(target.compiler.cubins) if target.compiler else {}
+    if target.compiler:
+        # What closes a step that feeds itself belongs to the executor, not to an operator.
+        cubins["advance"] = compile_cubin(PLUGIN_FOLDER / "advance.cu", (), target.name)
     if options.weights == "real":
         return EngineCode(plans, cubins)
     dummies = dummy_weights(tensors)

@@ -24,7 +24,8 @@ class BuildOptions:
         max_batch_size: sessions that can be open at once.
         dtype: compute dtype; "auto" takes the checkpoint's.
         max_verify_tokens: width of the widest verify step (drafted tokens and one); 1 for none.
-        prefill_chunk: tokens of the prefill step.
+        prefill_chunk: tokens of the prefill step; 0 takes what the target can do, which is 64 on
+            the CPU and none on a GPU yet: there, prompts go through verify steps.
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
     """
 
@@ -44,7 +45,9 @@ class BuildOptions:
     max_verify_tokens: int = field(
         default=MAX_VERIFY_TOKENS, metadata={"help": "widest verify step, 1 for none"}
     )
-    prefill_chunk: int = field(default=64, metadata={"help": "tokens of a prefill step"})
+    prefill_chunk: int = field(
+        default=0, metadata={"help": "tokens of a prefill step; 0: what the target can do"}
+    )
     weights: Literal["real", "dummy"] = field(
         default="real", metadata={"help": "dummy: no weight files, a fixed pattern at run time"}
     )
@@ -68,7 +71,11 @@ class BuildOptions:
             raise ConfigError(
                 f"max verify tokens must be 1 to {MAX_VERIFY_TOKENS}, got {self.max_verify_tokens}"
             )
-        if self.prefill_chunk <= MAX_VERIFY_TOKENS:
+        if self.prefill_chunk and self.target != "cpu":
+            raise ConfigError(
+                f"prefill steps are not supported on {self.target} yet; leave prefill chunk at 0"
+            )
+        if self.prefill_chunk and self.prefill_chunk <= MAX_VERIFY_TOKENS:
             raise ConfigError(
                 f"prefill chunk must be above {MAX_VERIFY_TOKENS} (narrower steps are verify "
                 f"steps), got {self.prefill_chunk}"

@@ -37,7 +37,7 @@ def find_definition(config: Mapping[str, Any]) -> Definition:
         ConfigError: `model_type` is absent or none of ours.
     """
     model_type = config.get("model_type")
-    if model_type not in _DEFINITIONS:
+    if not isinstance(model_type, str) or model_type not in _DEFINITIONS:
         raise ConfigError(
             f"config.json: model_type {model_type!r} is not supported; "
             f"this version builds {', '.join(sorted(_DEFINITIONS))}"

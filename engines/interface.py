@@ -16,9 +16,9 @@ from torch import Tensor, nn
 ROLLBACK_TOKENS = 13
 
 
-def ring_tokens(look_back: int) -> int:
-    """Length of a ring whose readers look back `look_back` positions: a multiple of 16."""
-    return -(-(look_back + ROLLBACK_TOKENS) // 16) * 16
+def ring_tokens(look_back: int, multiple: int = 16) -> int:
+    """Length of a ring whose readers look back `look_back` positions: a multiple of `multiple`."""
+    return -(-(look_back + ROLLBACK_TOKENS) // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,14 @@ class StateOptions:
         num_slots: sessions.
         max_seq_len: positions of one session.
         page_tokens: positions per page of a paged buffer.
+        kv_ring_multiple: rings of keys and values have a multiple of this many positions; kernels
+            that read them page by page want page_tokens.
     """
 
     num_slots: int
     max_seq_len: int
     page_tokens: int
+    kv_ring_multiple: int = 16
 
     @property
     def pages_per_session(self) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 from inkrt.errors import ConfigError
 
+# Positions and ids are int32 on the device.
+LARGEST = 2**31 - 1
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -38,15 +40,17 @@ class ConfigReader:
         return default
 
     def integer(self, key: str, default: int, *, minimum: int = 1) -> int:
-        """An integer of at least `minimum`.
+        """An integer from `minimum` to LARGEST.
 
         Raises:
             ConfigError: it is none.
         """
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(f"config.json: {key} must be an integer >= {minimum}, got {value!r}")
-        return value
+        if not _is_integer(value, minimum):
+            raise ConfigError(
+                f"config.json: {key} must be an integer from {minimum} to {LARGEST}, got {value!r}"
+            )
+        return int(value)
 
     def number(self, key: str, default: float) -> float:
         """A positive number.
@@ -80,8 +84,10 @@ class ConfigReader:
         """
         value = self.get(key, default)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-            raise ConfigError(f"config.json: {key} must be an integer or a list, got {value!r}")
+        if not all(_is_integer(token, 0) for token in ids):
+            raise ConfigError(
+                f"config.json: {key} must be a token id or a list of ids, got {value!r}"
+            )
         return tuple(ids)
 
     def dtype(self) -> str | None:
@@ -98,3 +104,9 @@ class ConfigReader:
                 f"config.json: dtype {value!r} is not supported, only 'bfloat16' and 'float32'"
             )
         return str(value)
+
+
+def _is_integer(value: object, minimum: int) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return minimum <= value <= LARGEST

@@ -105,13 +105,16 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
     read = ConfigReader(text, "inkling2", _ALIASES)
     read.require("scoring_func", "sigmoid")
     read.require("tie_word_embeddings", False)
+    read.require("hidden_act", "silu")
     read.require("number_of_conv_states", 4)
+    ConfigReader(values, "inkling2").require("tie_word_embeddings", False)
     if (
         quantization := values.get("quantization_config") or text.get("quantization_config")
     ) is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         raise ConfigError(
-            f"config.json: quantization_config {quantization!r} is not supported; "
-            f"this version reads BF16 and FP32 weights"
+            f"config.json: quantization_config with quant_method {method!r} is not supported; "
+            f"this version reads BF16 and FP32 weights of inkling2"
         )
 
     num_layers = read.integer("num_hidden_layers", 48)

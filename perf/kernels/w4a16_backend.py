@@ -66,38 +66,54 @@ def empty(backend: Backend, num_bytes: int, fill: int = POISON) -> Buffer:
 _LATE = {"x", "delta", "z", "middle", "hidden", "shared_hidden", "best", "row"}
 
 
-def run(
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A kernel with its parameters."""
+
+    kernel: KernelLaunch
+    values: tuple[Buffer | int | float, ...]
+    late: tuple[Buffer, ...]
+
+
+def bind(
     backend: Backend,
     tactic: Tactic,
     arguments: Mapping[str, Buffer],
     outputs: Sequence[Buffer],
-    scratch: dict[str, Buffer] | None = None,
-) -> dict[str, Buffer]:
-    """Launch a tactic's kernels; gives its scratch by name."""
-    known = {} if scratch is None else scratch
+    scratch: dict[str, Buffer],
+) -> list[Bound]:
+    """The tactic's kernels with their parameters; scratch that is not there yet is added."""
 
-    def bind(param: Param) -> Buffer | int | float:
+    def value_of(param: Param) -> Buffer | int | float:
         if isinstance(param, Int32 | Float32):
             return param.value
         if isinstance(param, Output):
             return outputs[param.index]
         if isinstance(param, Pointer):
             return arguments[param.argument]
-        if param.name not in known:
+        if param.name not in scratch:
             fill = POISON if param.fill is None else param.fill
-            known[param.name] = empty(backend, param.num_bytes, fill)
-        return known[param.name]
+            scratch[param.name] = empty(backend, param.num_bytes, fill)
+        return scratch[param.name]
 
+    def is_late(param: Param) -> bool:
+        if isinstance(param, Pointer):
+            return param.argument in _LATE
+        return isinstance(param, Scratch) and param.name in _LATE
+
+    bound = []
     for kernel in tactic.kernels:
-        values = [bind(param) for param in kernel.params]
-        late = [
-            value
-            for param, value in zip(kernel.params, values, strict=True)
-            if isinstance(value, Buffer)
-            and (
-                (isinstance(param, Pointer) and param.argument in _LATE)
-                or (isinstance(param, Scratch) and param.name in _LATE)
-            )
-        ]
-        backend.launch(kernel, values, late)
-    return known
+        values = tuple(value_of(param) for param in kernel.params)
+        late = [v for p, v in zip(kernel.params, values, strict=True) if is_late(p)]
+        bound.append(Bound(kernel, values, tuple(v for v in late if isinstance(v, Buffer))))
+    return bound
+
+
+def run(
+    backend: Backend, tactic: Tactic, arguments: Mapping[str, Buffer], outputs: Sequence[Buffer]
+) -> dict[str, Buffer]:
+    """Launch a tactic's kernels; gives its scratch by name."""
+    scratch: dict[str, Buffer] = {}
+    for bound in bind(backend, tactic, arguments, outputs, scratch):
+        backend.launch(bound.kernel, bound.values, bound.late)
+    return scratch

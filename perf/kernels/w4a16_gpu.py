@@ -20,6 +20,7 @@ from inkrt.plugins.tactic import KernelLaunch
 
 TARGET = "sm_90a"
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -91,7 +92,10 @@ class Gpu:
         return result
 
     def launch(
-        self, kernel: KernelLaunch, values: Sequence[Buffer | int | float], late: Sequence[Buffer] = ()
+        self,
+        kernel: KernelLaunch,
+        values: Sequence[Buffer | int | float],
+        late: Sequence[Buffer] = (),  # noqa: ARG002 - a GPU has no way to hold them back
     ) -> None:
         """Queue a kernel on the current stream."""
         self.prepare(kernel, values)()
@@ -157,6 +161,8 @@ class Gpu:
                 self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SMEM, kernel.smem_bytes),
                 f"giving {kernel.entry} {kernel.smem_bytes} B of shared memory",
             )
+            # Kernels of different carve-outs cannot share an SM.
+            self._check(self._driver.cuFuncSetAttribute(function, _CARVEOUT, 100), "carve-out")
             self._functions[key] = function
         return self._functions[key]
 

@@ -76,18 +76,19 @@ MODEL_TYPE = "config.json: model_type %s is not supported; this version builds "
 )
 expect("unknown model", ConfigError, MODEL_TYPE % "'gpt2'", config(model_type="gpt2"))
 expect("no model", ConfigError, MODEL_TYPE % None, write("{}"))
+expect("a list of models", ConfigError, MODEL_TYPE % ["inkling2"], config(model_type=["inkling2"]))
 expect(
     "quantized model",
     ConfigError,
-    "config.json: quantization_config {'quant_method': 'fp8'} is not supported; this version reads "
-    "BF16 and FP32 weights",
+    "config.json: quantization_config with quant_method 'fp8' is not supported; this version reads "
+    "BF16 and FP32 weights of inkling2",
     config(quantization_config={"quant_method": "fp8"}),
 )
 expect(
     "quantized text model",
     ConfigError,
-    "config.json: quantization_config {'quant_method': 'fp8'} is not supported; this version reads "
-    "BF16 and FP32 weights",
+    "config.json: quantization_config with quant_method 'fp8' is not supported; this version reads "
+    "BF16 and FP32 weights of inkling2",
     text(quantization_config={"quant_method": "fp8"}),
 )
 expect(
@@ -116,12 +117,12 @@ for got in ("full_attention", None, ["hybrid"]):
         f"config.json: layer type {got!r} is not supported, only 'hybrid' and 'hybrid_sliding'",
         text(layer_types=["hybrid", got, "hybrid"]),
     )
-for got in (-4, 0, True, "12", 12.0, None, [12]):
+for got in (-4, 0, True, "12", 12.0, None, [12], 10**30):
     for key, least in (("num_attention_heads", 1), ("conv_kernel_size", 2)):
         expect(
             f"{key} {got!r}",
             ConfigError,
-            f"config.json: {key} must be an integer >= {least}, got {got!r}",
+            f"config.json: {key} must be an integer from {least} to 2147483647, got {got!r}",
             text(**{key: got}),
         )
 for got in (-0.5, 0, True, "1e-5", None, {}):
@@ -131,11 +132,11 @@ for got in (-0.5, 0, True, "1e-5", None, {}):
         f"config.json: rms_norm_eps must be a positive number, got {got!r}",
         text(rms_norm_eps=got),
     )
-for got in ("1", True, [1, "2"], 1.5):
+for got in ("1", True, [1, "2"], 1.5, -1, 10**30):
     expect(
         f"eos_token_id {got!r}",
         ConfigError,
-        f"config.json: eos_token_id must be an integer or a list, got {got!r}",
+        f"config.json: eos_token_id must be a token id or a list of ids, got {got!r}",
         text(eos_token_id=got),
     )
 expect(
@@ -155,6 +156,18 @@ expect(
     ConfigError,
     "config.json: num_experts_per_tok 13 exceeds n_routed_experts 12",
     text(num_experts_per_tok=13),
+)
+expect(
+    "tied embeddings",
+    ConfigError,
+    "config.json: tie_word_embeddings = True is not supported for inkling2, only False",
+    config(tie_word_embeddings=True),
+)
+expect(
+    "another activation",
+    ConfigError,
+    "config.json: hidden_act = 'gelu' is not supported for inkling2, only 'silu'",
+    text(hidden_act="gelu"),
 )
 expect(
     "another router",

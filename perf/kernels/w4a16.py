@@ -1,0 +1,207 @@
+"""Runner of the w4a16 kernels on a GPU: checks against float64 and times, as JSON lines.
+
+    PYTHONPATH=. python perf/kernels/w4a16.py --compile            (no GPU: fills the cubin folder)
+    PYTHONPATH=. python perf/kernels/w4a16.py --check              (small sizes, then the model's)
+    PYTHONPATH=. python perf/kernels/w4a16.py --time --tokens 1,8 [--price] [--no-pdl]
+
+Cubins that are in the folder are not compiled again. Exit status 1: a check failed.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from w4a16_backend import Buffer
+from w4a16_checks import Checks
+
+from inkrt.plugins.tactic import KernelLaunch
+from inkrt.plugins.w4a16.shapes import Dims
+
+SMALL = Dims(
+    hidden=256, heads=8, kv_heads=1, experts=16, top_k=6, width=256, shared_width=256,
+    dense_width=512, vocab=300,
+)  # fmt: skip
+# A part of the vocabulary is enough to check, with a last tile that is not full.
+MODEL = Dims(vocab=20_006)
+
+
+class CompileOnly:
+    """A backend that compiles what it is asked to launch, and nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def upload(self, data: NDArray[np.generic]) -> Buffer:
+        """Nothing but a size."""
+        return Buffer(0, data.nbytes, None)
+
+    def download(self, buffer: Buffer) -> NDArray[np.uint8]:
+        """Zeros."""
+        return np.zeros(buffer.num_bytes, np.uint8)
+
+    def launch(
+        self,
+        kernel: KernelLaunch,
+        values: Sequence[Buffer | int | float],  # noqa: ARG002
+        late: Sequence[Buffer],  # noqa: ARG002
+    ) -> None:
+        """Compile the kernel."""
+        from w4a16_gpu import cubin
+
+        cubin(self.folder, kernel)
+
+
+def _emit(record: dict[str, str | int | float | bool]) -> None:
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+def _check(options: argparse.Namespace) -> int:
+    from w4a16_gpu import Gpu
+
+    gpu = Gpu(options.cubins, pdl=not options.no_pdl)
+    failed = 0
+
+    def report(name: str, ok: bool, detail: str) -> None:
+        nonlocal failed
+        failed += not ok
+        if not ok or options.verbose:
+            _emit({"check": name, "ok": ok, "detail": detail})
+
+    for label, dims in (("small", SMALL), ("model", MODEL)):
+        for bf16 in (False, True):
+            if bf16 and not options.bf16:
+                continue
+            start, before = time.monotonic(), failed
+            checks = Checks(gpu, replace(dims, bf16=bf16), report)
+            checks.all()
+            _emit({
+                "checks": label, "bf16": bf16, "failed": failed - before, "total": checks.count,
+                "seconds": round(time.monotonic() - start, 1),
+            })  # fmt: skip
+    return failed
+
+
+def _chain_check(options: argparse.Namespace) -> int:
+    """Six layers and the head: rows of every T bit-equal to those of T = 8, PDL on equal to off."""
+    import torch
+    from w4a16_gpu import Gpu
+    from w4a16_times import Chain, Model
+
+    gpu = Gpu(options.cubins)
+    model = Model(gpu, replace(Dims(), bf16=options.bf16), 6)
+    kept = {
+        name: model.shared[name].owner.clone()  # type: ignore[attr-defined]
+        for name in ("residual_a", "delta_b")
+    }
+    results, failed = {}, 0
+    for pdl, widths in ((True, (1, 2, 3, 5, 8)), (False, (8,))):
+        gpu.pdl = pdl
+        for tokens in widths:
+            for name, value in kept.items():
+                model.shared[name].owner.copy_(value)  # type: ignore[attr-defined]
+            model.shared["logits"].owner.fill_(0xFF)  # type: ignore[attr-defined]
+            for _, launch in Chain(model, tokens).step(6, logits=True):
+                launch()
+            torch.cuda.synchronize()
+            rows = gpu.download(model.shared["logits"]).reshape(8, -1)[:tokens]
+            results[pdl, tokens] = rows
+            finite = bool(np.isfinite(rows.view(np.float32)).all())
+            failed += not finite
+            if not finite:
+                _emit({"check": f"chain T={tokens} pdl={pdl} finite", "ok": False})
+    for (pdl, tokens), rows in results.items():
+        same = bool(np.array_equal(rows, results[True, 8][:tokens]))
+        failed += not same
+        _emit({"check": f"chain T={tokens} pdl={pdl} equals T=8", "ok": same})
+    return failed
+
+
+def _times(options: argparse.Namespace) -> None:
+    from w4a16_gpu import Gpu
+    from w4a16_times import Model, kernel_times, step_times
+
+    gpu = Gpu(options.cubins, pdl=not options.no_pdl)
+    model = Model(gpu, replace(Dims(), bf16=options.bf16), options.layers)
+    for tokens in options.tokens:
+        for cluster in options.clusters:
+            for record in step_times(model, tokens, cluster, price=options.price):
+                _emit({**record, "pdl": not options.no_pdl})
+        if not options.no_kernels:
+            for record in kernel_times(model, tokens):
+                _emit({**record, "pdl": not options.no_pdl})
+
+
+def _compile(options: argparse.Namespace) -> None:
+    from w4a16_gpu import cubin
+    from w4a16_times import RING, THETA, standin_tactic
+
+    from inkrt.plugins.w4a16 import tactics
+
+    start = time.monotonic()
+    backend = CompileOnly(options.cubins)
+    for dims in (SMALL, MODEL):
+        for bf16 in (False, True):
+            Checks(backend, replace(dims, bf16=bf16), lambda *_: None).all(compile_only=True)
+    for bf16 in (False, True):
+        d = replace(Dims(), bf16=bf16)
+        for tokens in (1, 2):
+            found = [
+                tactics.qkv(
+                    d, tokens, eps=1e-6, rope_theta=THETA, ring_rows=RING, cluster=cluster
+                )
+                for cluster in ((2, 3, 4, 8) if not bf16 else (4, 8))
+            ]
+            found += [tactics.moe(d, tokens, eps=1e-6), tactics.dense_mlp(d, tokens, eps=1e-6)]
+            found += [
+                tactics.lm_head(d, tokens, eps=1e-6, logits=logits, greedy=True)
+                for logits in (False, True)
+            ]
+            found += [
+                tactics.linear(d, tokens, rows=d.hidden, width=d.heads * 128),
+                standin_tactic(d, tokens),
+            ]
+            for tactic in found:
+                for kernel in tactic.kernels:
+                    cubin(options.cubins, kernel)
+    number = len(list(options.cubins.glob("*.cubin")))
+    _emit({"cubins": number, "seconds": round(time.monotonic() - start, 1)})
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--price", action="store_true", help="time the chain without each kernel")
+    parser.add_argument("--no-kernels", action="store_true", help="time the chain only")
+    parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--bf16", action="store_true", help="bf16 weights (checks: as well)")
+    parser.add_argument("--verbose", action="store_true", help="print passing checks too")
+    parser.add_argument("--layers", type=int, default=49)
+    parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[1, 8])
+    parser.add_argument("--clusters", type=lambda s: [int(c) for c in s.split(",")], default=[3])
+    parser.add_argument("--cubins", type=Path, default=Path("build/cubins"))
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    failed = 0
+    if options.compile:
+        _compile(options)
+    if options.check:
+        failed += _check(options)
+        failed += _chain_check(options)
+    if options.time:
+        _times(options)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

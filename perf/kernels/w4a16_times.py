@@ -1,0 +1,278 @@
+"""Times of the w4a16 kernels: each in a chain of its own, and the decode step's chain of all layers.
+
+Weights are random codes made on the GPU, distinct for every layer (22.9 GB at Flint's size), so the L2
+cache never helps. Attention is a stand-in (attention_standin.cu).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from w4a16_backend import Buffer, bind, empty
+from w4a16_gpu import Gpu, time_graph
+
+from inkrt.plugins.tactic import Int32, KernelLaunch, Output, Pointer, Tactic
+from inkrt.plugins.w4a16 import tactics
+from inkrt.plugins.w4a16.shapes import Dims
+
+BYTES_PER_US = 4.55e6
+RING = 1024
+EPS, THETA = 1e-6, 10000.0
+KERNELS_OF_LAYER = ("qkv", "standin", "linear", "router", "gate_up", "down")
+Record = dict[str, str | int | float]
+Launches = list[tuple[str, Callable[[], None]]]
+
+
+@dataclass(slots=True)
+class Model:
+    """Weights and buffers on the GPU.
+
+    Attributes:
+        gpu: where.
+        dims: sizes.
+        num_layers: MoE layers with weights of their own.
+        layers: arguments of each layer by name.
+        shared: arguments of all layers.
+    """
+
+    gpu: Gpu
+    dims: Dims
+    num_layers: int
+    layers: list[dict[str, Buffer]] = field(default_factory=list)
+    shared: dict[str, Buffer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(1)
+        d, tokens = self.dims, 8
+        for _ in range(self.num_layers):
+            self.layers.append({
+                "qkv": self._chunks((d.heads + 2 * d.kv_heads) * 128, d.hidden),
+                "o": self._chunks(d.hidden, d.heads * 128),
+                "shared_gate_up_codes": self._chunks(2 * d.shared_width, d.hidden),
+                "shared_down_codes": self._chunks(d.hidden, d.shared_width),
+                "gate_up_codes": self._chunks(d.experts * 2 * d.width, d.hidden),
+                "down_codes": self._chunks(d.experts * d.hidden, d.width),
+                "router_weight": self._bf16(d.experts, d.hidden, scale=0.04),
+                "norm_weight": self._bf16(d.hidden, mean=1.0, scale=0.2),
+                "k_cache": self._bf16(RING * d.kv_heads * 128),
+                "v_cache": self._bf16(RING * d.kv_heads * 128),
+            })  # fmt: skip
+        unit = 1 / 3.2
+        scale = {
+            "qkv_scale": d.hidden, "shared_gate_up_scale": d.hidden, "o_scale": d.heads * 128,
+            "shared_down_scale": d.shared_width, "head_scale": d.hidden, "dense_scale": d.dense_width,
+        }  # fmt: skip
+        for name, width in scale.items():
+            self.shared[name] = self._floats([unit * width**-0.5])
+        for name, width in (("gate_up_scale", d.hidden), ("down_scale", d.width)):
+            self.shared[name] = self._floats([unit * width**-0.5] * d.experts)
+        for name in ("q_norm", "k_norm"):
+            self.shared[name] = self._bf16(128, mean=1.0, scale=0.2)
+        for name in ("residual_a", "residual_b", "delta_a", "delta_b"):
+            self.shared[name] = self._bf16(tokens, d.hidden)
+        for name in ("q", "attention"):
+            self.shared[name] = self._bf16(tokens, d.heads * 128)
+        for name, value in (("slot", 0), ("position", 1000), ("num_tokens", tokens)):
+            self.shared[name] = self.gpu.upload(np.array([value], np.int32))
+        self.shared["head"] = self._chunks(d.vocab, d.hidden)
+        self.shared["tokens"] = empty(self.gpu, 4 * tokens)
+        self.shared["logits"] = empty(self.gpu, 4 * tokens * d.vocab)
+
+    def _chunks(self, rows: int, width: int) -> Buffer:
+        size = -(-rows // 16) * self.dims.tile_bytes(width)
+        data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+        if self.dims.bf16:  # bits of values in +-[2^-7, 1)
+            data.view(-1, 2)[:, 1] = (data.view(-1, 2)[:, 1] & 0x83) | 0x3C
+        else:  # scales in [0.5, 2)
+            scales = data.view(-1, 2304)[:, 2048:]
+            scales.bitwise_and_(0x0F).add_(0xA8)
+        return self.gpu.buffer(data)
+
+    def _bf16(self, *shape: int, mean: float = 0.0, scale: float = 1.0) -> Buffer:
+        return self.gpu.buffer((mean + scale * torch.randn(*shape, device="cuda")).bfloat16())
+
+    def _floats(self, values: list[float]) -> Buffer:
+        return self.gpu.upload(np.array(values, np.float32))
+
+
+@dataclass(slots=True)
+class Chain:
+    """Launches of decode steps over a model.
+
+    Attributes:
+        model: weights.
+        tokens: T.
+        cluster: of the qkv kernel.
+    """
+
+    model: Model
+    tokens: int
+    cluster: int = 3
+    scratch: dict[str, Buffer] = field(default_factory=dict)
+
+    def _launches(
+        self, tactic: Tactic, arguments: dict[str, Buffer], outputs: list[Buffer]
+    ) -> Launches:
+        bound = bind(self.model.gpu, tactic, arguments, outputs, self.scratch)
+        return [(b.kernel.entry, self.model.gpu.prepare(b.kernel, b.values)) for b in bound]
+
+    def qkv(self, layer: int) -> Launches:
+        """Reads residual_a and delta_b, writes residual_b."""
+        s, own = self.model.shared, self.model.layers[layer]
+        arguments = {
+            **own, "x": s["residual_a"], "delta": s["delta_b"], "codes": own["qkv"],
+            "global_scale": s["qkv_scale"], "q_norm": s["q_norm"], "k_norm": s["k_norm"],
+            "where": s["slot"], "position": s["position"], "num_tokens": s["num_tokens"],
+        }  # fmt: skip
+        tactic = tactics.qkv(
+            self.model.dims, self.tokens, eps=EPS, rope_theta=THETA, ring_rows=RING,
+            cluster=self.cluster,
+        )  # fmt: skip
+        return self._launches(tactic, arguments, [s["q"], s["residual_b"]])
+
+    def standin(self, layer: int) -> Launches:
+        """Reads q, writes attention."""
+        s, own = self.model.shared, self.model.layers[layer]
+        return self._launches(
+            standin_tactic(self.model.dims, self.tokens), {**own, "q": s["q"]}, [s["attention"]]
+        )
+
+    def o(self, layer: int) -> Launches:
+        """Reads attention, writes delta_a."""
+        d, s, own = self.model.dims, self.model.shared, self.model.layers[layer]
+        tactic = tactics.linear(d, self.tokens, rows=d.hidden, width=d.heads * 128)
+        arguments = {"x": s["attention"], "codes": own["o"], "global_scale": s["o_scale"]}
+        return self._launches(tactic, arguments, [s["delta_a"]])
+
+    def moe(self, layer: int) -> Launches:
+        """Reads residual_b and delta_a, writes residual_a and delta_b."""
+        s, own = self.model.shared, self.model.layers[layer]
+        tactic = tactics.moe(self.model.dims, self.tokens, eps=EPS)
+        arguments = {**s, **own, "x": s["residual_b"], "delta": s["delta_a"]}
+        return self._launches(tactic, arguments, [s["delta_b"], s["residual_a"]])
+
+    def dense(self, layer: int) -> Launches:
+        """A dense MLP with weights from the layer's experts."""
+        s, own = self.model.shared, self.model.layers[layer]
+        tactic = tactics.dense_mlp(self.model.dims, self.tokens, eps=EPS)
+        arguments = {
+            **own, "x": s["residual_b"], "delta": s["delta_a"], "gate_up_scale": s["qkv_scale"],
+            "down_scale": s["dense_scale"],
+        }  # fmt: skip
+        return self._launches(tactic, arguments, [s["delta_b"], s["residual_a"]])
+
+    def head(self, *, logits: bool = False) -> Launches:
+        """Reads residual_a and delta_b, writes tokens (and logits)."""
+        s = self.model.shared
+        tactic = tactics.lm_head(self.model.dims, self.tokens, eps=EPS, logits=logits, greedy=True)
+        arguments = {
+            "x": s["residual_a"], "delta": s["delta_b"], "codes": s["head"],
+            "global_scale": s["head_scale"], "norm_weight": self.model.layers[0]["norm_weight"],
+        }  # fmt: skip
+        return self._launches(tactic, arguments, [s["tokens"], s["logits"]])
+
+    def layer(self, layer: int) -> Launches:
+        """The six kernels of a layer."""
+        return [*self.qkv(layer), *self.standin(layer), *self.o(layer), *self.moe(layer)]
+
+    def step(self, layers: int, *, logits: bool = False) -> Launches:
+        """Layers and head."""
+        return [*self.layers(range(layers)), *self.head(logits=logits)]
+
+    def layers(self, which: Iterable[int]) -> Launches:
+        """The kernels of several layers."""
+        return [launch for i in which for launch in self.layer(i)]
+
+
+def standin_tactic(dims: Dims, tokens: int) -> Tactic:
+    """The kernel in the place of attention."""
+    kernel = KernelLaunch(
+        source=Path(__file__).parent / "attention_standin.cu",
+        entry="standin",
+        defines=(("HEADS", dims.heads),),
+        grid=(32, 1, 1),
+        block=(dims.heads * 4, 1, 1),
+        params=(Pointer("k_cache"), Pointer("v_cache"), Pointer("q"), Output(0), Int32(tokens)),
+    )
+    return Tactic("standin", (kernel,), 2**20, 0)
+
+
+def _time(launches: Launches) -> float:
+    def body() -> None:
+        for _, launch in launches:
+            launch()
+
+    return time_graph(body)
+
+
+def _record(kernel: str, shape: str, tokens: int, us: float, num_bytes: float) -> Record:
+    floor = num_bytes / BYTES_PER_US
+    return {
+        "kernel": kernel, "shape": shape, "T": tokens, "us": round(us, 3), "bytes": int(num_bytes),
+        "floor_us": round(floor, 3), "fraction": round(floor / us, 3),
+    }  # fmt: skip
+
+
+def kernel_times(model: Model, tokens: int) -> Iterable[Record]:
+    """Each kernel (the MoE block as one) in a chain of its own."""
+    d, count = model.dims, min(40, model.num_layers)
+    layers = range(count)
+    chain = Chain(model, tokens)
+
+    def per(launches: Launches, number: int) -> float:
+        return _time(launches) / number
+
+    rows = (d.heads + 2 * d.kv_heads) * 128
+    for cluster in (2, 3, 4, 8):
+        tactic = tactics.qkv(
+            d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, cluster=cluster
+        )
+        other = Chain(model, tokens, cluster=cluster)
+        us = per([x for i in layers for x in other.qkv(i)], count)
+        yield _record(f"qkv cluster {cluster}", f"{rows}x{d.hidden}", tokens, us, tactic.bytes)
+    o = tactics.linear(d, tokens, rows=d.hidden, width=d.heads * 128)
+    us = per([x for i in layers for x in chain.o(i)], count)
+    yield _record("o", f"{d.hidden}x{d.heads * 128}", tokens, us, o.bytes)
+    moe = tactics.moe(d, tokens, eps=EPS)
+    us = per([x for i in layers for x in chain.moe(i)], count)
+    yield _record("moe", f"{d.experts}x{d.width}", tokens, us, moe.bytes)
+    for name in ("router", "gate_up", "down"):
+        only = [x for i in layers for x in chain.moe(i) if x[0] == name]
+        yield _record(f"{name} alone", "", tokens, per(only, count), 0)
+    dense = tactics.dense_mlp(d, tokens, eps=EPS)
+    us = per([x for i in layers for x in chain.dense(i)], count)
+    yield _record("dense mlp", f"{d.dense_width}", tokens, us, dense.bytes)
+    for logits in (False, True):
+        head = tactics.lm_head(d, tokens, eps=EPS, logits=logits, greedy=True)
+        us = per([x for _ in range(6) for x in chain.head(logits=logits)], 6)
+        name = "lm_head + logits" if logits else "lm_head"
+        yield _record(name, f"{d.vocab}x{d.hidden}", tokens, us, head.bytes)
+
+
+def step_times(model: Model, tokens: int, cluster: int, *, price: bool) -> Iterable[Record]:
+    """The whole chain; with `price` also without each kernel of a layer in turn."""
+    d, number = model.dims, model.num_layers
+    chain = Chain(model, tokens, cluster=cluster)
+    parts = (
+        tactics.qkv(d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, cluster=cluster),
+        standin_tactic(d, tokens),
+        tactics.linear(d, tokens, rows=d.hidden, width=d.heads * 128),
+        tactics.moe(d, tokens, eps=EPS),
+    )
+    layer_bytes = sum(part.bytes for part in parts)
+    head_bytes = tactics.lm_head(d, tokens, eps=EPS, logits=False, greedy=True).bytes
+    layers = chain.layers(range(number))
+    us = _time(layers)
+    shape = f"{number} layers, qkv cluster {cluster}"
+    yield _record("layer", shape, tokens, us / number, layer_bytes)
+    step = _time([*layers, *chain.head()])
+    yield _record("step", shape, tokens, step, layer_bytes * number + head_bytes)
+    if price:
+        for name in KERNELS_OF_LAYER:
+            without = _time([launch for launch in layers if launch[0] != name])
+            yield {
+                "kernel": f"layer without {name}", "T": tokens, "us": round(without / number, 3),
+                "price_us": round((us - without) / number, 3),
+            }  # fmt: skip
