@@ -142,3 +142,17 @@ class Tactic:
 
 
 FindTactics = Callable[[str, CallArgs], list[Tactic]]
+
+
+def tensor_arg(args: CallArgs, name: str) -> TensorArg:
+    """The tensor argument `name`, which must be there."""
+    value = args[name]
+    assert isinstance(value, TensorArg), f"argument {name} is no tensor"
+    return value
+
+
+def number_arg(args: CallArgs, name: str) -> float:
+    """The number `name`, which must be there."""
+    value = args[name]
+    assert isinstance(value, int | float), f"argument {name} is no number"
+    return float(value)

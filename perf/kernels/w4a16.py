@@ -12,16 +12,12 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-from w4a16_backend import Buffer
-from w4a16_checks import Checks
+from w4a16_checks import Checks, all_tactics
 
-from inkrt.plugins.tactic import KernelLaunch
 from inkrt.plugins.w4a16.shapes import Dims
 
 SMALL = Dims(
@@ -30,32 +26,6 @@ SMALL = Dims(
 )  # fmt: skip
 # A part of the vocabulary is enough to check, with a last tile that is not full.
 MODEL = Dims(vocab=20_006)
-
-
-class CompileOnly:
-    """A backend that compiles what it is asked to launch, and nothing else."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def upload(self, data: NDArray[np.generic]) -> Buffer:
-        """Nothing but a size."""
-        return Buffer(0, data.nbytes, None)
-
-    def download(self, buffer: Buffer) -> NDArray[np.uint8]:
-        """Zeros."""
-        return np.zeros(buffer.num_bytes, np.uint8)
-
-    def launch(
-        self,
-        kernel: KernelLaunch,
-        values: Sequence[Buffer | int | float],  # noqa: ARG002
-        late: Sequence[Buffer],  # noqa: ARG002
-    ) -> None:
-        """Compile the kernel."""
-        from w4a16_gpu import cubin
-
-        cubin(self.folder, kernel)
 
 
 def _emit(record: dict[str, str | int | float | bool]) -> None:
@@ -67,10 +37,11 @@ def _check(options: argparse.Namespace) -> int:
     from w4a16_gpu import Gpu
 
     gpu = Gpu(options.cubins, pdl=not options.no_pdl)
-    failed = 0
+    failed = total = 0
 
     def report(name: str, ok: bool, detail: str) -> None:
-        nonlocal failed
+        nonlocal failed, total
+        total += 1
         failed += not ok
         if not ok or options.verbose:
             _emit({"check": name, "ok": ok, "detail": detail})
@@ -79,11 +50,10 @@ def _check(options: argparse.Namespace) -> int:
         for bf16 in (False, True):
             if bf16 and not options.bf16:
                 continue
-            start, before = time.monotonic(), failed
-            checks = Checks(gpu, replace(dims, bf16=bf16), report)
-            checks.all()
+            start, before, known = time.monotonic(), failed, total
+            Checks(gpu, replace(dims, bf16=bf16), report).all()
             _emit({
-                "checks": label, "bf16": bf16, "failed": failed - before, "total": checks.count,
+                "checks": label, "bf16": bf16, "failed": failed - before, "total": total - known,
                 "seconds": round(time.monotonic() - start, 1),
             })  # fmt: skip
     return failed
@@ -146,31 +116,24 @@ def _compile(options: argparse.Namespace) -> None:
     from inkrt.plugins.w4a16 import tactics
 
     start = time.monotonic()
-    backend = CompileOnly(options.cubins)
-    for dims in (SMALL, MODEL):
-        for bf16 in (False, True):
-            Checks(backend, replace(dims, bf16=bf16), lambda *_: None).all(compile_only=True)
     for bf16 in (False, True):
-        d = replace(Dims(), bf16=bf16)
+        found = []
         for tokens in (1, 2):
-            found = [
-                tactics.qkv(
-                    d, tokens, eps=1e-6, rope_theta=THETA, ring_rows=RING, cluster=cluster
-                )
+            for dims in (SMALL, MODEL):
+                found += all_tactics(replace(dims, bf16=bf16), tokens)
+            d = replace(Dims(), bf16=bf16)
+            found += [
+                tactics.qkv(d, tokens, eps=1e-6, rope_theta=THETA, ring_rows=RING, cluster=cluster)
                 for cluster in ((2, 3, 4, 8) if not bf16 else (4, 8))
             ]
-            found += [tactics.moe(d, tokens, eps=1e-6), tactics.dense_mlp(d, tokens, eps=1e-6)]
             found += [
                 tactics.lm_head(d, tokens, eps=1e-6, logits=logits, greedy=True)
                 for logits in (False, True)
             ]
-            found += [
-                tactics.linear(d, tokens, rows=d.hidden, width=d.heads * 128),
-                standin_tactic(d, tokens),
-            ]
-            for tactic in found:
-                for kernel in tactic.kernels:
-                    cubin(options.cubins, kernel)
+            found.append(standin_tactic(d, tokens))
+        for tactic in found:
+            for kernel in tactic.kernels:
+                cubin(options.cubins, kernel)
     number = len(list(options.cubins.glob("*.cubin")))
     _emit({"cubins": number, "seconds": round(time.monotonic() - start, 1)})
 
@@ -188,7 +151,7 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print passing checks too")
     parser.add_argument("--layers", type=int, default=49)
     parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[1, 8])
-    parser.add_argument("--clusters", type=lambda s: [int(c) for c in s.split(",")], default=[3])
+    parser.add_argument("--clusters", type=lambda s: [int(c) for c in s.split(",")], default=[None])
     parser.add_argument("--cubins", type=Path, default=Path("build/cubins"))
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)

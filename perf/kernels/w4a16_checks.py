@@ -7,6 +7,7 @@ untouched. Sizes are small or the model's; the code is the same.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +29,70 @@ from w4a16_oracle import (
     to_bits,
 )
 
+from inkrt.errors import InkError
 from inkrt.plugins.tactic import Tactic
 from inkrt.plugins.w4a16 import tactics
-from inkrt.plugins.w4a16.shapes import Dims
+from inkrt.plugins.w4a16.shapes import MAX_SMEM, Dims, qkv_bytes
 
 Report = Callable[[str, bool, str], None]
 EPS = 1e-6
 THETA = 10000.0
 MOST = 8
 SLOTS, SLOT = 2, 1
+
+
+HEAD_CASES = (
+    {"logits": True, "greedy": True, "norm": True},
+    {"logits": False, "greedy": True, "norm": False},
+    {"logits": True, "greedy": False, "norm": True},
+)
+
+
+def qkv_cases(dims: Dims) -> list[dict[str, Any]]:
+    """Paged without positions in every cluster size that fits; rings with positions."""
+    heads = dims.heads + 2 * dims.kv_heads
+    clusters = [
+        size
+        for size in (1, 2, 3, 4, 8)
+        if heads * size >= MOST and qkv_bytes(dims, size) <= MAX_SMEM
+    ]
+    paged = {"ring": 0, "theta": None, "position": 124, "valid": MOST}
+    ring = {"ring": 192, "theta": THETA}
+    return [
+        *({"cluster": size, **paged} for size in clusters),
+        {"cluster": clusters[-1], **ring, "position": 250_000, "valid": MOST},
+        {"cluster": clusters[0], **ring, "position": 60, "valid": 3},
+    ]
+
+
+def linear_cases(dims: Dims) -> list[dict[str, int]]:
+    """The o projection, and a last tile that is not full."""
+    return [
+        {"rows": dims.hidden, "width": dims.heads * 128},
+        {"rows": 72, "width": dims.dense_width},
+    ]
+
+
+def all_tactics(dims: Dims, tokens: int) -> list[Tactic]:
+    """What the checks of these sizes launch for a T."""
+    return [
+        tactics.embed(dims, tokens),
+        *(
+            tactics.qkv(
+                dims,
+                tokens,
+                eps=EPS,
+                rope_theta=case["theta"],
+                ring_rows=case["ring"],
+                cluster=case["cluster"],
+            )
+            for case in qkv_cases(dims)
+        ),
+        *(tactics.linear(dims, tokens, **case) for case in linear_cases(dims)),
+        *(tactics.moe(dims, tokens, eps=EPS, has_delta=delta) for delta in (True, False)),
+        tactics.dense_mlp(dims, tokens, eps=EPS),
+        *(tactics.lm_head(dims, tokens, eps=EPS, **case) for case in HEAD_CASES),
+    ]
 
 
 def relative_error(got: Floats, expected: Floats) -> float:
@@ -65,22 +121,25 @@ class Checks:
     seed: int = 1
 
     def all(self) -> None:
-        """Every check."""
-        self.embed()
-        heads = self.dims.heads + 2 * self.dims.kv_heads
-        for cluster in (1, 2, 3, 4, 8) if self.dims.hidden <= 512 else (2, 3, 4):
-            if heads * cluster < MOST:
-                continue
-            self.qkv(cluster=cluster, ring=0, theta=None, position=124, valid=MOST)
-        self.qkv(cluster=3, ring=192, theta=THETA, position=250_000, valid=MOST)
-        self.qkv(cluster=2, ring=192, theta=THETA, position=60, valid=3)
-        self.linear(rows=self.dims.hidden, width=self.dims.heads * 128)
-        self.linear(rows=72, width=self.dims.dense_width)
-        self.moe(has_delta=True, ties=False)
-        self.moe(has_delta=False, ties=True)
-        self.dense(has_delta=True)
-        for logits, greedy, norm in ((True, True, True), (False, True, False), (True, False, True)):
-            self.lm_head(logits=logits, greedy=greedy, norm=norm)
+        """Every check; an exception counts as a failed one."""
+        self._try("embed", self.embed)
+        for case in qkv_cases(self.dims):
+            self._try(f"qkv {case}", lambda case=case: self.qkv(**case))
+        for case in linear_cases(self.dims):
+            self._try(f"linear {case}", lambda case=case: self.linear(**case))
+        for has_delta in (True, False):
+            self._try(
+                f"moe {has_delta}", lambda d=has_delta: self.moe(has_delta=d, ties=not d)
+            )
+        self._try("dense", lambda: self.dense(has_delta=True))
+        for case in HEAD_CASES:
+            self._try(f"lm_head {case}", lambda case=case: self.lm_head(**case))
+
+    def _try(self, name: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except (RuntimeError, InkError) as error:
+            self.report(name, False, str(error))
 
     # ---- inputs ----
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from w4a16_backend import Buffer
 
-from inkrt.builder.compile import compile_cubin
+from inkrt.builder.compile import PLUGIN_FOLDER, compile_cubin
 from inkrt.plugins.tactic import KernelLaunch
 
 TARGET = "sm_90a"
@@ -45,7 +45,7 @@ def cubin_path(folder: Path, kernel: KernelLaunch) -> Path:
     digest = hashlib.sha256()
     for path in sorted(kernel.source.parent.glob("*.cu*")):
         digest.update(path.read_bytes())
-    digest.update((kernel.source.parent.parent / "device.cuh").read_bytes())
+    digest.update((PLUGIN_FOLDER / "device.cuh").read_bytes())
     digest.update(repr((kernel.source.name, kernel.defines)).encode())
     return folder / f"{kernel.entry}-{digest.hexdigest()[:16]}.cubin"
 

@@ -15,7 +15,7 @@ from w4a16_gpu import Gpu, time_graph
 
 from inkrt.plugins.tactic import Int32, KernelLaunch, Output, Pointer, Tactic
 from inkrt.plugins.w4a16 import tactics
-from inkrt.plugins.w4a16.shapes import Dims
+from inkrt.plugins.w4a16.shapes import MAX_SMEM, Dims, qkv_bytes
 
 BYTES_PER_US = 4.55e6
 RING = 1024
@@ -104,12 +104,12 @@ class Chain:
     Attributes:
         model: weights.
         tokens: T.
-        cluster: of the qkv kernel.
+        cluster: of the qkv kernel, None for the tactic's choice.
     """
 
     model: Model
     tokens: int
-    cluster: int = 3
+    cluster: int | None = None
     scratch: dict[str, Buffer] = field(default_factory=dict)
 
     def _launches(
@@ -226,6 +226,8 @@ def kernel_times(model: Model, tokens: int) -> Iterable[Record]:
 
     rows = (d.heads + 2 * d.kv_heads) * 128
     for cluster in (2, 3, 4, 8):
+        if qkv_bytes(d, cluster) > MAX_SMEM:
+            continue
         tactic = tactics.qkv(
             d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, cluster=cluster
         )
@@ -251,7 +253,7 @@ def kernel_times(model: Model, tokens: int) -> Iterable[Record]:
         yield _record(name, f"{d.vocab}x{d.hidden}", tokens, us, head.bytes)
 
 
-def step_times(model: Model, tokens: int, cluster: int, *, price: bool) -> Iterable[Record]:
+def step_times(model: Model, tokens: int, cluster: int | None, *, price: bool) -> Iterable[Record]:
     """The whole chain; with `price` also without each kernel of a layer in turn."""
     d, number = model.dims, model.num_layers
     chain = Chain(model, tokens, cluster=cluster)

@@ -29,6 +29,7 @@ from inkrt.plugins.w4a16.packing import bf16_packing, nvfp4_packing
 from inkrt.plugins.w4a16.shapes import (
     HEAD,
     MAX_NORM_WIDTH,
+    MAX_SMEM,
     PAGE,
     Dims,
     check_smem,
@@ -60,7 +61,7 @@ def qkv(
     rope_theta: float | None,
     ring_rows: int,
     has_delta: bool = True,
-    cluster: int = 3,
+    cluster: int | None = None,
     names: Names | None = None,
 ) -> Tactic:
     """Residual add, norm, q/k/v projection, head norms, rotary positions, cache write.
@@ -72,7 +73,8 @@ def qkv(
         rope_theta: base of the rotary frequencies; None for a layer without positions.
         ring_rows: rows of a slot of a ring cache, a multiple of 64; 0 for a paged cache.
         has_delta: whether `delta` is added; else it may be any pointer.
-        cluster: blocks that share one head, 1 to 8.
+        cluster: blocks that share one head, 1 to 8; None for 3 or, if its shared memory is too
+            small for that, the next that fits.
         names: parameters x, delta bf16 [T, H]; norm_weight bf16 [H]; codes, scales (or weight): the
             rows of q, k and v; global_scale float32 [1]; q_norm, k_norm bf16 [128]; k_cache, v_cache
             as `qkv.cu` says; where (slot or page table); position, num_tokens int32 [1]; q
@@ -83,6 +85,9 @@ def qkv(
     """
     check_tokens("qkv", num_tokens)
     check_width("qkv", "hidden", dims.hidden, MAX_NORM_WIDTH)
+    if cluster is None:
+        fitting = [size for size in (3, 4, 8) if qkv_bytes(dims, size) <= MAX_SMEM]
+        cluster = fitting[0] if fitting else 8
     require(1 <= cluster <= 8, "qkv", f"cluster={cluster}, expected 1 to 8")
     require(ring_rows % PAGE == 0, "qkv", f"ring_rows={ring_rows}, expected a multiple of {PAGE}")
     heads = dims.heads + 2 * dims.kv_heads

@@ -128,6 +128,12 @@ class DeviceMemory:
                 )
             )
 
+    def fill_state(self, value: int) -> None:
+        """Set every byte of all state; for benchmarks, which have no real context."""
+        for name, region in self._arena.regions.items():
+            if name.startswith("state/"):
+                self.check(self._driver.cuMemsetD8(self.base + region.offset, value, region.size))
+
     def host_bytes(self, size: int) -> NDArray[np.uint8]:
         """Zeroed pinned host memory, which kernels can address too."""
         address = int(self.check(self._driver.cuMemHostAlloc(max(size, 8), 0)))

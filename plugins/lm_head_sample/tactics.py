@@ -1,0 +1,49 @@
+"""How `lm_head_sample` runs on a GPU: the w4a16 head and a greedy choice.
+
+Only temperature 0 is chosen on the device yet; the executor refuses other temperatures.
+"""
+
+import torch
+
+from inkrt.plugins.tactic import CallArgs, Output, Pointer, Tactic, number_arg, tensor_arg
+from inkrt.plugins.w4a16.parts import is_supported, matrix_names
+from inkrt.plugins.w4a16.shapes import Dims
+from inkrt.plugins.w4a16.tactics import lm_head
+
+
+def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
+    """The kernel for one rank, unpadded rows, no softcap and float32 logits."""
+    x, weight = tensor_arg(args, "x"), tensor_arg(args, "weight")
+    num_tokens, hidden = x.shape
+    vocab_size = int(number_arg(args, "vocab_size"))
+    fits = (
+        args["tp_size"] == 1
+        and args["cap"] == 0
+        and args["logits_dtype"] == torch.float32
+        and weight.shape[0] == vocab_size
+    )
+    if not is_supported(target, x) or not fits:
+        return []
+    is_bf16 = args["scales"] is None
+    names = {
+        "delta": Pointer("x"),
+        "norm_weight": Pointer("x"),
+        **matrix_names("codes", "scales", "global_scale", "weight", is_bf16=is_bf16),
+        "scales": Pointer("scales"),
+        "global_scale": Pointer("x" if is_bf16 else "global_scale"),
+        "tokens": Output(0),
+        "out": Output(1),
+    }
+    dims = Dims(hidden=hidden, vocab=vocab_size, bf16=is_bf16)
+    return [
+        lm_head(
+            dims,
+            num_tokens,
+            eps=1e-6,
+            logits=True,
+            greedy=True,
+            norm=False,
+            has_delta=False,
+            names=names,
+        )
+    ]
