@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import inkrt
-from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint
+from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint, read_json
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
@@ -35,6 +35,7 @@ from inkrt.engines.interface import (
     Sharding,
     StateOptions,
 )
+from inkrt.engines.reader import ConfigReader
 from inkrt.errors import ConfigError
 from inkrt.plugins.registry import plugins
 from inkrt.runtime.engine_file import (
@@ -312,7 +313,7 @@ def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Pat
             hidden_size=model.hidden_size,
             vocab_size=model.unpadded_vocab_size,
             num_embeddings=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
+            eos_token_ids=model.eos_token_ids or _generation_eos(checkpoint),
         ),
         target=options.target,
         tp_size=options.tp_size,
@@ -326,6 +327,14 @@ def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Pat
         checkpoint_fingerprint=checkpoint.fingerprint,
         files=file_entries(folder),
     )
+
+
+def _generation_eos(checkpoint: CheckpointSource) -> tuple[int, ...]:
+    """End tokens of generation_config.json, for a model whose config.json names none."""
+    path = checkpoint.folder / "generation_config.json"
+    if not path.is_file():
+        return ()
+    return ConfigReader(read_json(path), path.name).token_ids("eos_token_id", None)
 
 
 def rebuild_command(options: BuildOptions) -> str:

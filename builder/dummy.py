@@ -41,23 +41,31 @@ def dummy_weights(tensors: list[PackedTensor]) -> DummyWeights:
         kind = _kind(tensor)
         kind_of[tensor.name] = kind
         if kind not in templates:
-            templates[kind] = _template(tensor, kind)
+            templates[kind] = _template(tensor)
     return DummyWeights(kind_of, templates)
 
 
 def _kind(tensor: PackedTensor) -> str:
-    parts = tensor.sources or (tensor,)
-    text = f"{tensor.packing.name if tensor.packing else ''}/" + "/".join(
-        f"{part.name.rpartition('.')[2]}{list(part.shape)}{part.dtype}" for part in parts
-    )
+    packing = f"{tensor.packing.name}/" if tensor.packing else ""
+    return _hash(packing + "/".join(_description(part) for part in tensor.sources or (tensor,)))
+
+
+def _description(tensor: PackedTensor) -> str:
+    return f"{tensor.name.rpartition('.')[2]}{list(tensor.shape)}{tensor.dtype}"
+
+
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _template(tensor: PackedTensor, kind: str) -> bytes:
-    generator = torch.Generator().manual_seed(int(kind[:12], 16))
+def _template(tensor: PackedTensor) -> bytes:
+    """Bytes of a template. What is small has the same values on every target, however packed."""
     parts = tensor.sources or (tensor,)
     num_rows = _num_rows(parts[0])
-    values = [_values(part, _cut(part, num_rows), generator) for part in parts]
+    values = []
+    for part in parts:
+        generator = torch.Generator().manual_seed(int(_hash(_description(part))[:12], 16))
+        values.append(_values(part, _cut(part, num_rows), generator))
     data = values[0] if tensor.packing is None else tensor.packing.pack(*values)
     return data.flatten().view(torch.uint8).numpy().tobytes()
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inkrt.engines.interface import Definition
+from inkrt.engines.interface import EXACT_PARITY, Definition, ParityBound
 from inkrt.errors import ConfigError
 
 
@@ -12,7 +12,12 @@ def _flint() -> Definition:
     from inkrt.engines.flint.model import Flint
     from inkrt.engines.flint.weights import is_ignored, weight_sources
 
-    return Definition(parse_config, Flint, weight_sources, is_ignored)
+    # In bfloat16 the operators round where the author's reference does, which is elsewhere than in
+    # transformers, and a rounding that tips the choice between two experts moves a whole row: a
+    # tiny model's rows are within 0.03 in the mean and 0.18 at worst, as far as transformers in
+    # bfloat16 is from itself in float32.
+    parity = {"float32": EXACT_PARITY["float32"], "bfloat16": ParityBound(0.3, 0.6)}
+    return Definition(parse_config, Flint, weight_sources, is_ignored, parity)
 
 
 def _inkling2() -> Definition:

@@ -5,7 +5,8 @@ map. The builder knows no model by name; it goes through these types.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -190,6 +191,23 @@ class ModelConfig(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ParityBound:
+    """How near an engine must be to transformers to count as the same model.
+
+    Attributes:
+        relative_error: largest of any row of logits, ||ours - theirs|| / ||theirs||.
+        top1_agreement: least share of rows of a prompt whose most likely token is the same.
+    """
+
+    relative_error: float
+    top1_agreement: float = 1.0
+
+
+# Of a definition whose operators round where transformers does, by compute dtype.
+EXACT_PARITY = MappingProxyType({"float32": ParityBound(2e-6), "bfloat16": ParityBound(1e-2)})
+
+
+@dataclass(frozen=True, slots=True)
 class Definition:
     """One model family.
 
@@ -200,9 +218,11 @@ class Definition:
         weight_sources: maps every parameter name of the module to its place in the checkpoint,
             from (config, tensor names of the checkpoint, rank, sharding).
         ignored: whether a checkpoint tensor is known and belongs to a part that is not built.
+        parity: agreement with transformers that is expected, by compute dtype.
     """
 
     parse_config: Callable[[Mapping[str, Any]], Any]
     build_module: Callable[[Any, Sharding, torch.dtype, StateOptions, bool], nn.Module]
     weight_sources: Callable[[Any, frozenset[str], int, Sharding], dict[str, WeightSource]]
     ignored: Callable[[str], bool]
+    parity: Mapping[str, ParityBound] = field(default_factory=lambda: EXACT_PARITY)

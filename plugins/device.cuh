@@ -1,7 +1,9 @@
-// Device helpers that all CUDA kernels share. The only file with PTX; it includes nothing, so NVRTC alone compiles a kernel.
+// Device helpers that all CUDA kernels share. The only file with PTX; it includes nothing, so NVRTC
+// alone compiles a kernel.
 //
-// Conventions: bf16 is held as its 16 bits. "Activations" are what an earlier kernel of the same step wrote: they are read through
-// L2 only (ld.global.cg), after pdl_wait(). "Weights" never change: they may be read at any time, also through the non-coherent path.
+// Conventions: bf16 is held as its 16 bits. "Activations" are what an earlier kernel of the same
+// step wrote: they are read through L2 only (ld.global.cg), after pdl_wait(). "Weights" never
+// change: they may be read at any time, also through the non-coherent path.
 #ifndef INK_DEVICE_CUH
 #define INK_DEVICE_CUH
 
@@ -15,9 +17,15 @@ typedef u16 bf16;
 #define INK_FULL_WARP 0xFFFFFFFFu
 
 // ---- bf16 ----
-INK_DEVICE float to_float(bf16 x) { return __uint_as_float((u32)x << 16); }
-INK_DEVICE float low_float(u32 pair) { return __uint_as_float(pair << 16); }
-INK_DEVICE float high_float(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+INK_DEVICE float to_float(bf16 x) {
+  return __uint_as_float((u32)x << 16);
+}
+INK_DEVICE float low_float(u32 pair) {
+  return __uint_as_float(pair << 16);
+}
+INK_DEVICE float high_float(u32 pair) {
+  return __uint_as_float(pair & 0xFFFF0000u);
+}
 INK_DEVICE bf16 to_bf16(float x) {  // to nearest even
   bf16 r;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(x));
@@ -28,7 +36,9 @@ INK_DEVICE u32 pack_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
 }
-INK_DEVICE float round_bf16(float x) { return to_float(to_bf16(x)); }
+INK_DEVICE float round_bf16(float x) {
+  return to_float(to_bf16(x));
+}
 // Packed product. Subnormal inputs and results are kept.
 INK_DEVICE u32 mul_bf16x2(u32 a, u32 b) {
   u32 r;
@@ -36,7 +46,8 @@ INK_DEVICE u32 mul_bf16x2(u32 a, u32 b) {
   return r;
 }
 
-// ---- fast arithmetic of the hardware; use plain operators and expf where the model asks for exact ones ----
+// ---- fast arithmetic of the hardware; use plain operators and expf where the model asks for exact
+// ones ----
 INK_DEVICE float rsqrt_approx(float x) {
   float r;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -64,7 +75,9 @@ INK_DEVICE uint4 load_weight16(const void* p) {
 }
 INK_DEVICE uint2 load_weight8(const void* p) {
   uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(p));
   return v;
 }
 INK_DEVICE u32 load_weight4(const void* p) {
@@ -77,7 +90,9 @@ INK_DEVICE u32 load_weight2(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u16 %0, [%1];" : "=h"(v) : "l"(p));
   return v;
 }
-INK_DEVICE float load_weight_float(const float* p) { return __uint_as_float(load_weight4(p)); }
+INK_DEVICE float load_weight_float(const float* p) {
+  return __uint_as_float(load_weight4(p));
+}
 // Activations.
 INK_DEVICE uint4 load_act16(const void* p) {
   uint4 v;
@@ -97,21 +112,32 @@ INK_DEVICE u32 load_act4(const void* p) {
   asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-INK_DEVICE int load_act_int(const int* p) { return (int)load_act4(p); }
-INK_DEVICE float load_act_float(const float* p) { return __uint_as_float(load_act4(p)); }
+INK_DEVICE int load_act_int(const int* p) {
+  return (int)load_act4(p);
+}
+INK_DEVICE float load_act_float(const float* p) {
+  return __uint_as_float(load_act4(p));
+}
 INK_DEVICE unsigned char* dynamic_smem() {
   extern __shared__ __align__(1024) unsigned char ink_dynamic_smem[];
   return ink_dynamic_smem;
 }
-INK_DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+INK_DEVICE u32 smem_address(const void* p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
 
 // ---- programmatic dependent launch ----
 // Returns when every kernel that this one depends on has ended and its writes are visible.
-INK_DEVICE void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+INK_DEVICE void pdl_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 // Once every block has called this (or ended), blocks of the next kernel may start.
-INK_DEVICE void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+INK_DEVICE void pdl_trigger() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
-// ---- warps: every lane takes part, every lane has the result; the order of additions is fixed ----
+// ---- warps: every lane takes part, every lane has the result; the order of additions is fixed
+// ----
 INK_DEVICE float warp_sum(float x) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(INK_FULL_WARP, x, o);
@@ -123,15 +149,18 @@ INK_DEVICE float warp_max(float x) {
   return x;
 }
 
-// ---- tensor cores: c += a b, a 16 x 16 row major, b 16 x 8 column major, bf16 in, fp32 accumulation ----
+// ---- tensor cores: c += a b, a 16 x 16 row major, b 16 x 8 column major, bf16 in, fp32
+// accumulation ----
 INK_DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // ---- bounded waiting ----
-// A wait that gives up writes a code to the error word (if there is one) and goes on: results are then wrong, but the step ends.
+// A wait that gives up writes a code to the error word (if there is one) and goes on: results are
+// then wrong, but the step ends.
 #define INK_SPIN_LIMIT (1u << 20)
 enum ErrorCode { ERROR_NONE = 0, ERROR_MBARRIER = 1, ERROR_SENTINEL = 2 };
 INK_DEVICE void report_error(int* word, int code) {
@@ -140,16 +169,20 @@ INK_DEVICE void report_error(int* word, int code) {
 
 // ---- bulk copies and their barriers (shared memory, one barrier = 8 bytes) ----
 INK_DEVICE void mbar_init(u64* bar, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals)
+               : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 INK_DEVICE void mbar_expect(u64* bar, u32 num_bytes) {  // one arrival, and num_bytes are to come
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(num_bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)),
+               "r"(num_bytes)
+               : "memory");
 }
 INK_DEVICE bool mbar_test(u64* bar, u32 parity) {
   u32 done;
   asm volatile(
-      "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+      "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, "
+      "1, 0, p;\n\t}"
       : "=r"(done)
       : "r"(smem_address(bar)), "r"(parity)
       : "memory");
@@ -162,19 +195,28 @@ INK_DEVICE void mbar_wait(u64* bar, u32 parity, int* error) {
 }
 // Addresses and num_bytes are multiples of 16.
 INK_DEVICE void bulk_load(void* to_smem, const void* from, u32 num_bytes, u64* bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address(to_smem)),
-               "l"(from), "r"(num_bytes), "r"(smem_address(bar))
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_address(to_smem)),
+      "l"(from), "r"(num_bytes), "r"(smem_address(bar))
+      : "memory");
 }
 
 // ---- clusters ----
-// arrive publishes this thread's writes to the cluster; wait returns when all threads of the cluster have arrived.
-INK_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-INK_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// arrive publishes this thread's writes to the cluster; wait returns when all threads of the
+// cluster have arrived.
+INK_DEVICE void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+INK_DEVICE void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
 // Writes to the same place of the shared memory of another block of the cluster.
 INK_DEVICE void store_to_block(float* here, u32 rank, float value) {
   u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_address(here)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(there)
+               : "r"(smem_address(here)), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from w4a16_checks import Checks, all_tactics
+from w4a16_cases import all_tactics
+from w4a16_checks import Checks
 
 from inkrt.plugins.w4a16.shapes import Dims
 
@@ -140,7 +141,9 @@ def _compile(options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--time", action="store_true")

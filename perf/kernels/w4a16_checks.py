@@ -1,18 +1,19 @@
 """Checks of the w4a16 kernels against the float64 oracle, on any backend.
 
-For every kernel: outputs poisoned first; all rows of the widest step against the oracle; rows of every
-narrower step bit-equal to it; a second run bit-equal to the first; cache rows that no token owns
-untouched. Sizes are small or the model's; the code is the same.
+For every kernel: outputs poisoned first; all rows of the widest step against the oracle; rows of
+every narrower step bit-equal to it; a second run bit-equal to the first; cache rows that no token
+owns untouched. Sizes are small or the model's; the code is the same.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from w4a16_backend import Backend, Buffer, empty, run
+from w4a16_cases import EPS, HEAD_CASES, MOST, linear_cases, qkv_cases
 from w4a16_oracle import (
     Bits,
     Floats,
@@ -32,67 +33,10 @@ from w4a16_oracle import (
 from inkrt.errors import InkError
 from inkrt.plugins.tactic import Tactic
 from inkrt.plugins.w4a16 import tactics
-from inkrt.plugins.w4a16.shapes import MAX_SMEM, Dims, qkv_bytes
+from inkrt.plugins.w4a16.shapes import Dims
 
 Report = Callable[[str, bool, str], None]
-EPS = 1e-6
-THETA = 10000.0
-MOST = 8
 SLOTS, SLOT = 2, 1
-
-
-HEAD_CASES = (
-    {"logits": True, "greedy": True, "norm": True},
-    {"logits": False, "greedy": True, "norm": False},
-    {"logits": True, "greedy": False, "norm": True},
-)
-
-
-def qkv_cases(dims: Dims) -> list[dict[str, Any]]:
-    """Paged without positions in every cluster size that fits; rings with positions."""
-    heads = dims.heads + 2 * dims.kv_heads
-    clusters = [
-        size
-        for size in (1, 2, 3, 4, 8)
-        if heads * size >= MOST and qkv_bytes(dims, size) <= MAX_SMEM
-    ]
-    paged = {"ring": 0, "theta": None, "position": 124, "valid": MOST}
-    ring = {"ring": 192, "theta": THETA}
-    return [
-        *({"cluster": size, **paged} for size in clusters),
-        {"cluster": clusters[-1], **ring, "position": 250_000, "valid": MOST},
-        {"cluster": clusters[0], **ring, "position": 60, "valid": 3},
-    ]
-
-
-def linear_cases(dims: Dims) -> list[dict[str, int]]:
-    """The o projection, and a last tile that is not full."""
-    return [
-        {"rows": dims.hidden, "width": dims.heads * 128},
-        {"rows": 72, "width": dims.dense_width},
-    ]
-
-
-def all_tactics(dims: Dims, tokens: int) -> list[Tactic]:
-    """What the checks of these sizes launch for a T."""
-    return [
-        tactics.embed(dims, tokens),
-        *(
-            tactics.qkv(
-                dims,
-                tokens,
-                eps=EPS,
-                rope_theta=case["theta"],
-                ring_rows=case["ring"],
-                cluster=case["cluster"],
-            )
-            for case in qkv_cases(dims)
-        ),
-        *(tactics.linear(dims, tokens, **case) for case in linear_cases(dims)),
-        *(tactics.moe(dims, tokens, eps=EPS, has_delta=delta) for delta in (True, False)),
-        tactics.dense_mlp(dims, tokens, eps=EPS),
-        *(tactics.lm_head(dims, tokens, eps=EPS, **case) for case in HEAD_CASES),
-    ]
 
 
 def relative_error(got: Floats, expected: Floats) -> float:
@@ -124,16 +68,14 @@ class Checks:
         """Every check; an exception counts as a failed one."""
         self._try("embed", self.embed)
         for case in qkv_cases(self.dims):
-            self._try(f"qkv {case}", lambda case=case: self.qkv(**case))
-        for case in linear_cases(self.dims):
-            self._try(f"linear {case}", lambda case=case: self.linear(**case))
-        for has_delta in (True, False):
-            self._try(
-                f"moe {has_delta}", lambda d=has_delta: self.moe(has_delta=d, ties=not d)
-            )
-        self._try("dense", lambda: self.dense(has_delta=True))
-        for case in HEAD_CASES:
-            self._try(f"lm_head {case}", lambda case=case: self.lm_head(**case))
+            self._try(f"qkv {case}", partial(self.qkv, **case))
+        for sizes in linear_cases(self.dims):
+            self._try(f"linear {sizes}", partial(self.linear, **sizes))
+        for delta in (True, False):
+            self._try(f"moe {delta}", partial(self.moe, has_delta=delta, ties=not delta))
+        self._try("dense", partial(self.dense, has_delta=True))
+        for parts in HEAD_CASES:
+            self._try(f"lm_head {parts}", partial(self.lm_head, **parts))
 
     def _try(self, name: str, check: Callable[[], None]) -> None:
         try:
@@ -162,7 +104,10 @@ class Checks:
                 head = "" if name == "w" else f"{name}_"
                 buffers[f"{head}codes"] = self.backend.upload(value.packed())
                 unit = "global_scale" if name == "w" else f"{name}_scale"
-                buffers[unit] = self.backend.upload(value.unit)
+                # NaN where no kernel may look.
+                has_unit = value.scales is not None
+                read = value.unit if has_unit else np.full_like(value.unit, np.nan)
+                buffers[unit] = self.backend.upload(read)
             else:
                 buffers[name] = self.backend.upload(value)
         return buffers
@@ -217,9 +162,7 @@ class Checks:
         tokens = np.array([0, vocab - 1, 5, 5, 17, 1, 2, 3], np.int32)
         (out,), _ = self._widths(
             "embed",
-            lambda t: tactics.embed(
-                Dims(hidden=d.hidden, vocab=vocab), t
-            ),
+            lambda t: tactics.embed(Dims(hidden=d.hidden, vocab=vocab), t),
             self._upload(tokens=tokens, table=table),
             [d.hidden * 2],
         )
@@ -242,9 +185,7 @@ class Checks:
         page_bytes = d.kv_heads * 16384
 
         def find(t: int) -> Tactic:
-            return tactics.qkv(
-                d, t, eps=EPS, rope_theta=theta, ring_rows=ring, cluster=cluster
-            )
+            return tactics.qkv(d, t, eps=EPS, rope_theta=theta, ring_rows=ring, cluster=cluster)
 
         arguments = self._upload(
             x=x, delta=delta, norm_weight=norm, w=weights, q_norm=q_norm, k_norm=k_norm,
@@ -257,10 +198,14 @@ class Checks:
                 "v_cache": empty(self.backend, pages * page_bytes),
                 "num_tokens": self.backend.upload(np.array([min(valid, width)], np.int32)),
             }
-            outputs = [empty(self.backend, MOST * d.heads * 256), empty(self.backend, MOST * d.hidden * 2)]
+            outputs = [
+                empty(self.backend, MOST * d.heads * 256),
+                empty(self.backend, MOST * d.hidden * 2),
+            ]
             run(self.backend, find(width), {**arguments, **step}, outputs)
             caches[width] = [
-                self.backend.download(step[cache]).view(np.uint16) for cache in ("k_cache", "v_cache")
+                self.backend.download(step[cache]).view(np.uint16)
+                for cache in ("k_cache", "v_cache")
             ]
         step = {
             "k_cache": empty(self.backend, pages * page_bytes),
@@ -288,7 +233,9 @@ class Checks:
                 self._close(f"{name} T={width} {cache} rows", from_bits(got), values[:count], 4e-3)
                 clean = bool((rest == 0xFFFF).all())
                 self.report(f"{name} T={width} {cache} other rows untouched", clean, "")
-                wide = _cache_rows(caches[MOST][cache == "v"], d.kv_heads, table, positions[:count], ring)
+                wide = _cache_rows(
+                    caches[MOST][cache == "v"], d.kv_heads, table, positions[:count], ring
+                )
                 self._equal(f"{name} T={width} {cache} rows equal those of T=8", got, wide[0])
 
     def linear(self, *, rows: int, width: int) -> None:
@@ -409,7 +356,9 @@ class Checks:
             chosen = np.take_along_axis(expected, tokens.view(np.int32).astype(np.int64), -1)
             short = float((expected.max(axis=-1, keepdims=True) - chosen).max())
             lower = bool((tokens.view(np.int32) < half).all()) or d.vocab % 2 == 1
-            self.report(f"{name} tokens", short <= 1e-4 and lower, f"short of the best by {short:.1e}")
+            self.report(
+                f"{name} tokens", short <= 1e-4 and lower, f"short of the best by {short:.1e}"
+            )
 
 
 def _bits_of(rows: NDArray[np.uint8], width: int) -> Bits:

@@ -1,8 +1,8 @@
 """The GPU as a backend of the kernel checks, and timing of launch sequences as CUDA graphs.
 
-Kernels are compiled by the builder's NVRTC compiler, or read from a folder of cubins that was filled on
-a machine without a GPU. Launches go to the driver's C interface through ctypes, so that any version of
-torch beside it will do; torch gives memory, streams, graphs and events.
+Kernels are compiled by the builder's NVRTC compiler, or read from a folder of cubins that was
+filled on a machine without a GPU. Launches go to the driver's C interface through ctypes, so that
+any version of torch beside it will do; torch gives memory, streams, graphs and events.
 """
 
 import ctypes
@@ -65,7 +65,10 @@ class Gpu:
     Attributes:
         folder: of cubins.
         pdl: allow programmatic dependent launch where a kernel asks for it.
+        device: torch's name.
     """
+
+    device = "cuda"
 
     def __init__(self, folder: Path, *, pdl: bool = True) -> None:
         torch.cuda.init()

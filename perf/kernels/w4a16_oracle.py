@@ -1,7 +1,7 @@
 """Float64 oracle of the w4a16 kernels, in numpy, on the kernels' own inputs.
 
-It rounds to bf16 exactly where the model's specification rounds and nowhere else. Weights are given in
-the checkpoint's form (codes and e4m3 scales, or bf16), so the packing is checked with the kernels.
+It rounds to bf16 exactly where the model's specification rounds and nowhere else. Weights are given
+in the checkpoint's form (codes and e4m3 scales, or bf16): packing is checked with the kernels.
 """
 
 from dataclasses import dataclass
@@ -82,7 +82,8 @@ def random_matrix(
     count = int(np.prod(lead))
     unit = np.float32(width**-0.5) * (1 + 0.001 * np.arange(count, dtype=np.float32))
     if bf16:
-        return Matrix(torch.randn(*shape, generator=generator).bfloat16(), None, unit, order)
+        weight = width**-0.5 * torch.randn(*shape, generator=generator)
+        return Matrix(weight.bfloat16(), None, np.ones_like(unit), order)
     codes = torch.randint(0, 256, (*lead, rows, width // 2), dtype=torch.uint8, generator=generator)
     blocks = (*lead, rows, width // 16)
     scales = torch.randint(0x30, 0x40, blocks, dtype=torch.uint8, generator=generator)
@@ -91,9 +92,7 @@ def random_matrix(
     return Matrix(codes, scales, (unit / 3.2).astype(np.float32), order)
 
 
-def add_norm(
-    x: Bits, delta: Bits | None, weight: Bits, eps: float
-) -> tuple[Bits, Floats]:
+def add_norm(x: Bits, delta: Bits | None, weight: Bits, eps: float) -> tuple[Bits, Floats]:
     """The residual bf16(s), exact, and z = bf16(s rsqrt(mean s^2 + eps) w), as values."""
     s = from_bits(x) + (0 if delta is None else from_bits(delta))
     s = s.astype(np.float32).astype(np.float64)  # the sum is float32

@@ -1,7 +1,7 @@
-"""Times of the w4a16 kernels: each in a chain of its own, and the decode step's chain of all layers.
+"""Times of the w4a16 kernels: each in a chain of its own, and the decode step's chain of layers.
 
-Weights are random codes made on the GPU, distinct for every layer (22.9 GB at Flint's size), so the L2
-cache never helps. Attention is a stand-in (attention_standin.cu).
+Weights are random codes made on the GPU, distinct for every layer (22.9 GB at Flint's size), so the
+L2 cache never helps. Attention is a stand-in (attention_standin.cu).
 """
 
 from collections.abc import Callable, Iterable
@@ -62,7 +62,8 @@ class Model:
         unit = 1 / 3.2
         scale = {
             "qkv_scale": d.hidden, "shared_gate_up_scale": d.hidden, "o_scale": d.heads * 128,
-            "shared_down_scale": d.shared_width, "head_scale": d.hidden, "dense_scale": d.dense_width,
+            "shared_down_scale": d.shared_width, "head_scale": d.hidden,
+            "dense_scale": d.dense_width,
         }  # fmt: skip
         for name, width in scale.items():
             self.shared[name] = self._floats([unit * width**-0.5])
@@ -82,7 +83,7 @@ class Model:
 
     def _chunks(self, rows: int, width: int) -> Buffer:
         size = -(-rows // 16) * self.dims.tile_bytes(width)
-        data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+        data = torch.randint(0, 256, (size,), dtype=torch.uint8, device=self.gpu.device)
         if self.dims.bf16:  # bits of values in +-[2^-7, 1)
             data.view(-1, 2)[:, 1] = (data.view(-1, 2)[:, 1] & 0x83) | 0x3C
         else:  # scales in [0.5, 2)
@@ -91,7 +92,9 @@ class Model:
         return self.gpu.buffer(data)
 
     def _bf16(self, *shape: int, mean: float = 0.0, scale: float = 1.0) -> Buffer:
-        return self.gpu.buffer((mean + scale * torch.randn(*shape, device="cuda")).bfloat16())
+        return self.gpu.buffer(
+            (mean + scale * torch.randn(*shape, device=self.gpu.device)).bfloat16()
+        )
 
     def _floats(self, values: list[float]) -> Buffer:
         return self.gpu.upload(np.array(values, np.float32))
@@ -228,9 +231,7 @@ def kernel_times(model: Model, tokens: int) -> Iterable[Record]:
     for cluster in (2, 3, 4, 8):
         if qkv_bytes(d, cluster) > MAX_SMEM:
             continue
-        tactic = tactics.qkv(
-            d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, cluster=cluster
-        )
+        tactic = tactics.qkv(d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, cluster=cluster)
         other = Chain(model, tokens, cluster=cluster)
         us = per([x for i in layers for x in other.qkv(i)], count)
         yield _record(f"qkv cluster {cluster}", f"{rows}x{d.hidden}", tokens, us, tactic.bytes)

@@ -1,7 +1,7 @@
-// Routed and shared experts' down projection, weighted sum and final addition; T = 1..8 tokens. One row
-// tile of 16 rows a block. A job is one expert's (or WIDTH of the shared expert's) K; warp w takes jobs w,
-// w + 8, ...; DEPTH jobs of a warp live in registers. Launched right after `gate_up`, which see: the
-// routing and the weights come before the wait.
+// Routed and shared experts' down projection, weighted sum and final addition; T = 1..8 tokens. One
+// row tile of 16 rows a block. A job is one expert's (or WIDTH of the shared expert's) K; warp w
+// takes jobs w, w + 8, ...; DEPTH jobs of a warp live in registers. Launched right after `gate_up`,
+// which see: the routing and the weights come before the wait.
 #include "route.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
@@ -17,7 +17,8 @@ struct Shared {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     down(const bf16* logits, const bf16* hidden, const bf16* shared_hidden, const u8* weights,
-         const float* scales, const u8* shared_weights, const float* shared_scale, bf16* out, int T) {
+         const float* scales, const u8* shared_weights, const float* shared_scale, bf16* out,
+         int T) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2;
   trigger_first();
@@ -43,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float unit = 0, shared_unit = 0;
   const int slot = tid < T * TOP_K ? tid : 0;
   int* const chosen = &sm.route.chosen[slot / TOP_K][slot % TOP_K];
-  if (tid < T * TOP_K) unit = load_weight_float(scales + *chosen) * UNIT;
-  if (tid < 128) shared_unit = load_weight_float(shared_scale);
+  if (tid < T * TOP_K) unit = tensor_unit(scales + *chosen);
+  if (tid < 128) shared_unit = tensor_unit(shared_scale);
   if (tid < T * TOP_K) sm.unit[slot / TOP_K][slot % TOP_K] = unit;
 
   wait_and_trigger();
@@ -82,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float shared = 0;
 #pragma unroll
     for (int j = 0; j < SHARED_JOBS; j++) shared += sm.partial[j][tid];
-    shared = round_bf16(shared * UNIT * shared_unit);
+    shared = round_bf16(shared * shared_unit);
     out[(size_t)token * HIDDEN + row] = to_bf16(round_bf16(routed) + shared);
   }
 }

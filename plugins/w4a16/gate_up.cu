@@ -1,9 +1,9 @@
-// Routed experts' gate, up and activation for T = 1..8 tokens: top-k from the logits, then 8 gate and 8 up
-// rows a tile over the distinct experts, each read once. Eight warps split K; DEPTH tiles of a warp live
-// in registers, and a slot is refilled as soon as it is used.
+// Routed experts' gate, up and activation for T = 1..8 tokens: top-k from the logits, then 8 gate
+// and 8 up rows a tile over the distinct experts, each read once. Eight warps split K; DEPTH tiles
+// of a warp live in registers, and a slot is refilled as soon as it is used.
 //
-// Blocks trigger after their wait whatever TRIGGER says: `down` reads the logits before its own wait and
-// relies on the router having ended by then.
+// Blocks trigger after their wait whatever TRIGGER says: `down` reads the logits before its own
+// wait and relies on the router having ended by then.
 #define TRIGGER 1
 #include "route.cuh"
 
@@ -12,14 +12,16 @@ constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR
 constexpr int TILE_BYTES = tile_bytes(HIDDEN), EXPERT_TILES = WIDTH / 8;
 
 struct Shared {
-  alignas(16) float partial[2][DEPTH][LIVE_WARPS * 128];  // two rounds, so one barrier a round is enough
+  alignas(16) float partial[2][DEPTH]
+                           [LIVE_WARPS * 128];  // two rounds, so one barrier a round is enough
   Route route;
   float unit[SLOTS];
   float solo_unit[WARPS][8];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    gate_up(const bf16* z, const bf16* logits, const u8* weights, const float* scales, bf16* hidden, int T) {
+    gate_up(const bf16* z, const bf16* logits, const u8* weights, const float* scales, bf16* hidden,
+            int T) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, stride = gridDim.x;
   const bool live = warp < LIVE_WARPS;
@@ -31,10 +33,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   float* units = T == 1 ? sm.solo_unit[warp] : sm.unit;
   const int mine = T == 1 ? lane : tid;
   float unit = 0;
-  if (mine < view.num_experts) unit = load_weight_float(scales + view.expert[mine]) * UNIT;
+  if (mine < view.num_experts) unit = tensor_unit(scales + view.expert[mine]);
 
   auto tile_at = [&](int i) {
-    return weights + ((size_t)view.expert[i / EXPERT_TILES] * EXPERT_TILES + i % EXPERT_TILES) * TILE_BYTES;
+    return weights +
+           ((size_t)view.expert[i / EXPERT_TILES] * EXPERT_TILES + i % EXPERT_TILES) * TILE_BYTES;
   };
   Fragment<NV> w[DEPTH];
 #pragma unroll

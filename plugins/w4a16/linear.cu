@@ -23,7 +23,7 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 56 : 96)
     bulk_load(sm.weights, weights + (size_t)blockIdx.x * TILE_BYTES, TILE_BYTES, &sm.bar);
   }
   const int row = blockIdx.x * 16 + (tid >> 3), token = tid & 7;
-  const float unit = tid < 128 ? load_weight_float(scale) : 0.f;
+  const float unit = tid < 128 ? tensor_unit(scale) : 0.f;
   __syncthreads();
   wait_and_trigger();
   if (warp < LIVE_WARPS) {
@@ -36,6 +36,5 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 56 : 96)
   }
   __syncthreads();
   if (tid < 128 && token < T && row < DIM_N)
-    y[(size_t)token * DIM_N + row] =
-        to_bf16(strided_sum<LIVE_WARPS>(sm.partial + tid, 128) * UNIT * unit);
+    y[(size_t)token * DIM_N + row] = to_bf16(strided_sum<LIVE_WARPS>(sm.partial + tid, 128) * unit);
 }

@@ -1,9 +1,9 @@
 """The chunk layout of weights that the w4a16 kernels read, packed and unpacked exactly.
 
-A chunk is 16 rows x 256 k; a matrix is [row tile][k / 256] chunks; leading axes (experts) come first.
-NVFP4 chunks have 2304 bytes, bf16 chunks 8192; `w4a16.cuh` says where each value stands and why. The
-scales of NVFP4 change from e4m3 to e5m3 without loss; the codes under a zero scale become zero, which
-is the one thing that unpacking does not give back (their values are zero either way).
+A chunk is 16 rows x 256 k; a matrix is [row tile][k / 256] chunks; leading axes (experts) come
+first. NVFP4 chunks have 2304 bytes, bf16 chunks 8192; `w4a16.cuh` says where each value stands and
+why. The scales of NVFP4 change from e4m3 to e5m3 without loss; the codes under a zero scale become
+zero, the one thing that unpacking does not give back (their values are zero either way).
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,8 @@ def row_order(order: str, num_rows: int) -> Tensor | None:
     unit = {"gated": CHUNK_ROWS, "heads": 128}.get(order)
     if unit is None:
         raise BuildError(
-            f"packing: row order {order!r}, expected 'plain', 'gated' or 'heads'; correct the tactic"
+            f"packing: row order {order!r}, expected 'plain', 'gated' or 'heads'; "
+            f"correct the tactic"
         )
     if num_rows % unit:
         raise BuildError(
@@ -102,7 +103,7 @@ def pack_nvfp4(codes: Tensor, scales: Tensor, order: str = "plain") -> Tensor:
             f"0x7f (no sign, no NaN); repair the checkpoint"
         )
     packed = np.empty(nvfp4_num_bytes(*lead, num_rows, width), np.uint8)
-    for out, matrix, index in _pieces(packed, flat_codes.shape[0], num_rows, width, order):
+    for out, matrix, index in _pieces(packed, flat_codes.shape[0], num_rows, order):
         out[:] = _pack_rows(_take(flat_codes[matrix], index), _take(flat_scales[matrix], index))
     return torch.from_numpy(packed)
 
@@ -145,10 +146,11 @@ def pack_bf16(weight: Tensor, order: str = "plain") -> Tensor:
     *lead, num_rows, width = weight.shape
     flat = weight.view(torch.int16).reshape(-1, num_rows, width)
     packed = np.empty(bf16_num_bytes(*lead, num_rows, width), np.uint8)
-    for out, matrix, index in _pieces(packed, flat.shape[0], num_rows, width, order):
+    for out, matrix, index in _pieces(packed, flat.shape[0], num_rows, order):
         rows = _take(flat[matrix], index).reshape(-1, 2, 8, width // 64, 4, 4, 2, 2)
-        # [tile, half of the tile, g, vector, t, mma, pair, k] to [tile, vector, mma, g, t, pair, half, k]
-        out[:] = np.ascontiguousarray(rows.transpose(0, 3, 5, 2, 4, 6, 1, 7)).view(np.uint8).ravel()
+        # From [tile, half of the tile, g, vector, t, mma, pair, k].
+        ordered = np.ascontiguousarray(rows.transpose(0, 3, 5, 2, 4, 6, 1, 7))
+        out[:] = ordered.view(np.uint8).ravel()
     return torch.from_numpy(packed)
 
 
@@ -194,7 +196,7 @@ def _tiles(num_rows: int, width: int) -> int:
 
 
 def _pieces(
-    packed: Bytes, matrices: int, num_rows: int, width: int, order: str
+    packed: Bytes, matrices: int, num_rows: int, order: str
 ) -> list[tuple[Bytes, int, Tensor]]:
     """Parts of `packed`, each with its matrix and the source rows (-1: padding)."""
     rows = torch.full((padded_rows(num_rows),), -1)
@@ -255,8 +257,8 @@ def _pack_rows(
     return chunks.ravel()
 
 
-# Where the kernel's shifts and masks look for the bits (mantissa, low and high exponent bit, sign) of
-# the first code of each A register; the second code stands 16 bits further on, around the word's end.
+# Where the kernel's shifts and masks look for the bits (mantissa, low and high exponent bit, sign)
+# of the first code of each A register; the second code stands 16 bits on, around the word's end.
 _BITS = ((0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 19), (14, 7, 8, 15))
 
 

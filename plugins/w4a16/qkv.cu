@@ -1,14 +1,15 @@
-// Residual add, RMSNorm, query/key/value projection, RMSNorm of query and key heads, rotary positions,
-// and the write of keys and values into the cache. T = 1..8 tokens; hidden size at most 2048.
+// Residual add, RMSNorm, query/key/value projection, RMSNorm of query and key heads, rotary
+// positions, and the write of keys and values into the cache. T = 1..8 tokens; hidden size at most
+// 2048.
 //
-// CLUSTER blocks own one head of 128 rows; tiles hold rows 8i.. and 64+8i.., so that rotary pairs meet in
-// one thread and blocks exchange nothing but sums of squares. The weights are staged in shared memory
-// before the wait. The position, the slot and the page table must not change within a step: they are read
-// before the wait too.
+// CLUSTER blocks own one head of 128 rows; tiles hold rows 8i.. and 64+8i.., so that rotary pairs
+// meet in one thread and blocks exchange nothing but sums of squares. The weights are staged in
+// shared memory before the wait. The position, the slot and the page table must not change within a
+// step: they are read before the wait too.
 //
-// A cache page is 64 tokens of one head: [half of the head][token][64 values], the 16-byte piece c of a
-// row at c ^ (token & 7); see docs/kernels.md. A ring of RING rows is RING / 64 pages of a slot; without
-// (RING = 0) `where` is the page table.
+// A cache page is 64 tokens of one head: [half of the head][token][64 values], the 16-byte piece c
+// of a row at c ^ (token & 7); see docs/kernels.md. A ring of RING rows is RING / 64 pages of a
+// slot; without (RING = 0) `where` is the page table.
 #include "w4a16.cuh"
 
 constexpr int HEAD = 128, HEAD_TILES = HEAD / 16, PAGE = 64, PAGE_BYTES = PAGE * HEAD * 2;
@@ -16,7 +17,8 @@ constexpr int WARPS = 16, THREADS = WARPS * 32;
 constexpr int TILES = (HEAD_TILES + CLUSTER - 1) / CLUSTER;  // of a block, at most
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN);
-using InputNorm = Norm<HIDDEN, THREADS, MAX_TOKENS, HAS_DELTA>;
+// Without a delta, eight rows at once would not fit the registers.
+using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA ? MAX_TOKENS : 4, HAS_DELTA>;
 
 // What a thread needs to finish its pair, kept in shared memory so that the norm has the registers.
 struct Finish {
@@ -37,8 +39,9 @@ struct Shared {
 #if ROPE
 __constant__ float INVERSE_FREQUENCIES[HEAD / 2] = {INV_FREQ};
 
-// Sine and cosine of a float32 angle >= 0, rounded once from double: the angle is reduced by pi/2 in two
-// parts (exact enough below 2^30), then the Taylor series up to |x| = pi/4.
+// Sine and cosine of a float32 angle >= 0, rounded once from double: the angle is reduced by pi/2
+// in two parts (exact enough below 2^30), then polynomials up to |x| = pi/4. Tested to be rounded
+// correctly for all positions below 2^18.
 INK_DEVICE void sin_cos(float angle, float& sine, float& cosine) {
   const double a = angle, n = rint(a * 0.63661977236758134308);
   double x = fma(-n, 1.5707963267948965580, a);
@@ -61,10 +64,10 @@ INK_DEVICE void sin_cos(float angle, float& sine, float& cosine) {
 #endif
 
 extern "C" __global__ void __maxnreg__(56)
-    qkv(const bf16* x, const bf16* delta, const bf16* norm_weight, const u8* weights, const float* scale,
-        const bf16* q_norm, const bf16* k_norm, u8* k_cache, u8* v_cache, const int* where,
-        const int* position, const int* num_tokens, bf16* q_out, bf16* residual, int* error, int T,
-        float eps) {
+    qkv(const bf16* x, const bf16* delta, const bf16* norm_weight, const u8* weights,
+        const float* scale, const bf16* q_norm, const bf16* k_norm, u8* k_cache, u8* v_cache,
+        const int* where, const int* position, const int* num_tokens, bf16* q_out, bf16* residual,
+        int* error, int T, float eps) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int head = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
@@ -87,7 +90,7 @@ extern "C" __global__ void __maxnreg__(56)
   const bool busy = piece < count;
   if (busy) {
     Finish f = {0, 0, 0, 0, 1, NOT_STORED};
-    f.unit = load_weight_float(scale);
+    f.unit = tensor_unit(scale);
     const bf16* head_norm = is_query ? q_norm : k_norm;
     f.norm_low = to_float(head_norm[pair]);
     f.norm_high = to_float(head_norm[pair + HEAD / 2]);
@@ -109,11 +112,13 @@ extern "C" __global__ void __maxnreg__(56)
   }
 
   wait_and_trigger();
-  InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T, blockIdx.x < T ? (int)blockIdx.x : -1);
+  InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T,
+                 blockIdx.x < T ? (int)blockIdx.x : -1);
   mbar_wait(&sm.bar, 0, error);
   if (warp < LIVE_WARPS) {
     Activations<NV> b;
-    load_tokens_shared<NV>(b, sm.norm.z + min(lane >> 2, T - 1) * InputNorm::STRIDE, warp * NV, lane);
+    load_tokens_shared<NV>(b, sm.norm.z + min(lane >> 2, T - 1) * InputNorm::STRIDE, warp * NV,
+                           lane);
 #pragma unroll
     for (int d = 0; d < TILES; d++)
       if (d < count) {
@@ -129,8 +134,8 @@ extern "C" __global__ void __maxnreg__(56)
   if (busy) {
     f = sm.finish[tid];
     const float* p = sm.partial + piece * LIVE_WARPS * 128 + (tid & 7) * 8 + token;
-    low = round_bf16(strided_sum<LIVE_WARPS>(p, 128) * UNIT * f.unit);
-    high = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * UNIT * f.unit);
+    low = round_bf16(strided_sum<LIVE_WARPS>(p, 128) * f.unit);
+    high = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * f.unit);
   }
 #if CLUSTER > 1
   cluster_wait();

@@ -1,6 +1,6 @@
-// Routing: the TOP_K experts of each token from its bf16 logits, and the step's distinct experts. Every
-// block computes it for itself. Order of logits, ties to the lowest index; w = bf16(s / (sum s + 1e-20))
-// with the exact sigmoid s of the bf16 logit, summed in that order.
+// Routing: the TOP_K experts of each token from its bf16 logits, and the step's distinct experts.
+// Every block computes it for itself. Order of logits, ties to the lowest index; w = bf16(s / (sum
+// s + 1e-20)) with the exact sigmoid s of the bf16 logit, summed in that order.
 #ifndef INK_ROUTE_CUH
 #define INK_ROUTE_CUH
 #include "w4a16.cuh"
@@ -12,9 +12,9 @@ constexpr int ROUTE_WARPS = 8;
 constexpr u8 NO_RANK = 255;
 
 struct Route {
-  int expert[SLOTS];          // distinct experts in rising order (one token: in rank order)
+  int expert[SLOTS];  // distinct experts in rising order (one token: in rank order)
   alignas(8) u8 rank[SLOTS][MAX_TOKENS];  // rank of distinct expert u for a token, or NO_RANK
-  u8 index[MAX_TOKENS][8];    // distinct expert of a token's rank
+  u8 index[MAX_TOKENS][8];                // distinct expert of a token's rank
   int chosen[MAX_TOKENS][8];
   float weight[MAX_TOKENS][8];
   u32 bits[8];
@@ -83,7 +83,8 @@ INK_DEVICE RouteView route(const bf16* logits, int T, Route& r) {
     return {r.solo_expert[warp], r.solo_rank[warp], TOP_K};
   }
   if (tid < 8) r.bits[tid] = 0;
-  for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += ROUTE_WARPS * 32) ((u32*)r.rank)[i] = 0xFFFFFFFFu;
+  for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += ROUTE_WARPS * 32)
+    ((u32*)r.rank)[i] = 0xFFFFFFFFu;
   if (warp < T) {
     top_experts(logits + warp * EXPERTS, lane, expert, weight);
     if (lane < TOP_K) {
@@ -102,7 +103,9 @@ INK_DEVICE RouteView route(const bf16* logits, int T, Route& r) {
     int u = 0;
 #pragma unroll
     for (int q = 0; q < 8; q++)
-      u += q < e >> 5 ? __popc(r.bits[q]) : q == e >> 5 ? __popc(r.bits[q] & ((1u << (e & 31)) - 1)) : 0;
+      u += q < e >> 5    ? __popc(r.bits[q])
+           : q == e >> 5 ? __popc(r.bits[q] & ((1u << (e & 31)) - 1))
+                         : 0;
     r.rank[u][token] = k;
     r.index[token][k] = u;
     atomicExch(&r.expert[u], e);  // every token that chose it writes the same

@@ -1,5 +1,6 @@
-// Residual add, RMSNorm, router logits and the shared expert's gate, up and activation; T = 1..8 tokens,
-// hidden size at most 2048. One tile of 8 gate and 8 up rows and ROUTER_ROWS router rows a block.
+// Residual add, RMSNorm, router logits and the shared expert's gate, up and activation; T = 1..8
+// tokens, hidden size at most 2048. One tile of 8 gate and 8 up rows and ROUTER_ROWS router rows a
+// block.
 #include "w4a16.cuh"
 
 constexpr int WARPS = 16, THREADS = WARPS * 32;
@@ -7,7 +8,8 @@ constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR
 constexpr int TILE_BYTES = tile_bytes(HIDDEN), BLOCKS = SHARED_WIDTH / 8;
 constexpr int ROUTER_ROWS = (EXPERTS + BLOCKS - 1) / BLOCKS;
 static_assert(ROUTER_ROWS <= 8, "a block takes at most 8 router rows");
-using InputNorm = Norm<HIDDEN, THREADS, MAX_TOKENS, HAS_DELTA>;
+// Without a delta, eight rows at once would not fit the registers.
+using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA ? MAX_TOKENS : 4, HAS_DELTA>;
 
 struct Shared {
   alignas(128) u8 weights[TILE_BYTES];
@@ -20,8 +22,8 @@ struct Shared {
 
 extern "C" __global__ void __maxnreg__(56)
     router(const bf16* x, const bf16* delta, const bf16* norm_weight, const bf16* router_weight,
-           const u8* weights, const float* scale, bf16* residual, bf16* z, bf16* logits, bf16* hidden,
-           int* error, int T, float eps) {
+           const u8* weights, const float* scale, bf16* residual, bf16* z, bf16* logits,
+           bf16* hidden, int* error, int T, float eps) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2;
   const int rows = min(ROUTER_ROWS, EXPERTS - (int)blockIdx.x * ROUTER_ROWS);  // may be negative
@@ -37,7 +39,7 @@ extern "C" __global__ void __maxnreg__(56)
                 &sm.bar);
   }
   InputNorm::load_weight(sm.norm, norm_weight);
-  const float unit = tid < 64 ? load_weight_float(scale) : 0.f;
+  const float unit = tid < 64 ? tensor_unit(scale) : 0.f;
 
   wait_and_trigger();
   InputNorm::run(sm.norm, x, delta, eps, residual, z, T, blockIdx.x < T ? (int)blockIdx.x : -1);
@@ -51,7 +53,8 @@ extern "C" __global__ void __maxnreg__(56)
       for (int i = 0; i < NV; i++) {
         const bf16* p = sm.router + g * HIDDEN + (warp * NV + i) * VECTOR_K + (lane & 3) * 16;
         const uint4 none = make_uint4(0, 0, 0, 0);
-        const uint4 lo = g < rows ? *(const uint4*)p : none, hi = g < rows ? *(const uint4*)(p + 8) : none;
+        const uint4 lo = g < rows ? *(const uint4*)p : none,
+                    hi = g < rows ? *(const uint4*)(p + 8) : none;
         const u32 w[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
         const Tokens& v = b.v[i];
         const u32 y[8] = {v.lo.x, v.lo.y, v.lo.z, v.lo.w, v.hi.x, v.hi.y, v.hi.z, v.hi.w};
@@ -71,9 +74,10 @@ extern "C" __global__ void __maxnreg__(56)
   const int token = tid & 7;
   if (tid < 64 && token < T) {
     const float* p = sm.partial + tid;
-    const float gate = round_bf16(strided_sum<LIVE_WARPS>(p, 128) * UNIT * unit);
-    const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * UNIT * unit);
-    hidden[(size_t)token * SHARED_WIDTH + blockIdx.x * 8 + (tid >> 3)] = to_bf16(silu_exact(gate) * up);
+    const float gate = round_bf16(strided_sum<LIVE_WARPS>(p, 128) * unit);
+    const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * unit);
+    hidden[(size_t)token * SHARED_WIDTH + blockIdx.x * 8 + (tid >> 3)] =
+        to_bf16(silu_exact(gate) * up);
   } else if (tid >= 64 && tid < 128 && token < T) {
     const int r = (tid - 64) >> 3;
     if (r < rows)

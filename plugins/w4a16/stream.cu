@@ -1,10 +1,10 @@
-// Products with many row tiles and K = HIDDEN, T = 1..8 tokens: lm_head and dense gate/up. Eight warps
-// split K; DEPTH tiles of a warp live in registers, all requested before the wait; a slot is refilled as
-// soon as it is used. HAS_NORM: residual add and RMSNorm in front (HIDDEN at most 2048), else x is the
-// input. What becomes of the product y (DIM_N rows):
-//   GATED   y's tiles are 8 gate and 8 up rows, rounded to bf16; out[T, DIM_N / 2] = bf16(silu(g) u)
-//   LOGITS  out[T, DIM_N] float32 = y
-//   ARGMAX  the block's largest y and its lowest row, per token, for `argmax`
+// Products with many row tiles and K = HIDDEN, T = 1..8 tokens: lm_head and dense gate/up. Eight
+// warps split K; DEPTH tiles of a warp live in registers, all requested before the wait; a slot is
+// refilled as soon as it is used. HAS_NORM: residual add and RMSNorm in front (HIDDEN at most
+// 2048), else x is the input. What becomes of the product y (DIM_N rows):
+//   GATED   y's tiles are 8 gate and 8 up rows, rounded to bf16; out[T, DIM_N / 2] = bf16(silu(g)
+//   u) LOGITS  out[T, DIM_N] float32 = y ARGMAX  the block's largest y and its lowest row, per
+//   token, for `argmax`
 // Rows at and above DIM_N are padding of the last tile.
 #include "w4a16.cuh"
 
@@ -14,7 +14,8 @@ constexpr int TILE_BYTES = tile_bytes(HIDDEN), NUM_TILES = (DIM_N + 15) / 16;
 using InputNorm = Norm<HIDDEN, THREADS, BATCH, HAS_DELTA>;
 
 struct Shared {
-  alignas(16) float partial[2][DEPTH][LIVE_WARPS * 128];  // two rounds, so one barrier a round is enough
+  alignas(16) float partial[2][DEPTH]
+                           [LIVE_WARPS * 128];  // two rounds, so one barrier a round is enough
 #if HAS_NORM
   InputNorm::Memory norm;
 #endif
@@ -31,7 +32,8 @@ INK_DEVICE void keep_better(float& best, int& row, float y, int n) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     stream(const bf16* x, const bf16* delta, const bf16* norm_weight, const u8* weights,
-           const float* scale, void* out, float* best_out, int* row_out, bf16* residual, int T, float eps) {
+           const float* scale, void* out, float* best_out, int* row_out, bf16* residual, int T,
+           float eps) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, stride = gridDim.x;
   const bool live = warp < LIVE_WARPS;
@@ -46,12 +48,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #if HAS_NORM
   InputNorm::load_weight(sm.norm, norm_weight);
 #endif
-  const float unit = load_weight_float(scale);
+  const float unit = tensor_unit(scale);
   wait_and_trigger();
   Activations<NV> b;
 #if HAS_NORM
-  InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T, blockIdx.x < T ? (int)blockIdx.x : -1);
-  if (live) load_tokens_shared<NV>(b, sm.norm.z + min(g, T - 1) * InputNorm::STRIDE, warp * NV, lane);
+  InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T,
+                 blockIdx.x < T ? (int)blockIdx.x : -1);
+  if (live)
+    load_tokens_shared<NV>(b, sm.norm.z + min(g, T - 1) * InputNorm::STRIDE, warp * NV, lane);
 #else
   load_tokens<NV>(b, live && g < T ? x + (size_t)g * HIDDEN : nullptr, warp * NV, lane);
 #endif
@@ -81,10 +85,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       if (d < DEPTH && i < NUM_TILES && token < T) {
         const float* p = sm.partial[round][d] + o % OUTPUTS;
         const int row = o % OUTPUTS >> 3;
-        const float y = strided_sum<LIVE_WARPS>(p, 128) * UNIT * unit;
+        const float y = strided_sum<LIVE_WARPS>(p, 128) * unit;
 #if GATED
         const float gate = round_bf16(y);
-        const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * UNIT * unit);
+        const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * unit);
         ((bf16*)out)[(size_t)token * (DIM_N / 2) + i * 8 + row] = to_bf16(silu_exact(gate) * up);
 #else
         const int n = i * 16 + row;
@@ -114,7 +118,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   __syncthreads();
   if (tid < T) {
 #pragma unroll
-    for (int q = 0; q < WARPS; q++) keep_better(best, best_row, sm.best[q][tid], sm.best_row[q][tid]);
+    for (int q = 0; q < WARPS; q++)
+      keep_better(best, best_row, sm.best[q][tid], sm.best_row[q][tid]);
     best_out[tid * stride + blockIdx.x] = best;
     row_out[tid * stride + blockIdx.x] = best_row;
   }

@@ -9,13 +9,17 @@ extern "C" __global__ void __launch_bounds__(256)
   pdl_wait();
   const int id = min(max(load_act_int(tokens + blockIdx.x), 0), vocab - 1);
   for (int i = threadIdx.x * 8; i < HIDDEN; i += 256 * 8)
-    *(uint4*)(out + (size_t)blockIdx.x * HIDDEN + i) = load_weight16(table + (size_t)id * HIDDEN + i);
+    *(uint4*)(out + (size_t)blockIdx.x * HIDDEN + i) =
+        load_weight16(table + (size_t)id * HIDDEN + i);
 }
 
 // tokens[T] from best and row [T, count]: one block a token, 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
     argmax(const float* best, const int* row, int* tokens, int count) {
-  struct Shared { float best[8]; int row[8]; };
+  struct Shared {
+    float best[8];
+    int row[8];
+  };
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x;
   pdl_trigger();

@@ -1,17 +1,20 @@
-// Building blocks of the small-token linear kernels: weights in chunks, 1..8 tokens, bf16 activations.
+// Building blocks of the small-token linear kernels: weights in chunks, 1..8 tokens, bf16
+// activations.
 //
-// Layout (packing.py packs it): a chunk is 16 rows x 256 k. A matrix is [row tile][k / 256] chunks, so
-// a row tile is one contiguous stream. A chunk is four vectors of 16 rows x 64 k. Lane 4g + t owns rows
-// g and g + 8 and k = 64 j + 16 t .. + 15 of vector j, which is one scale block of each row:
-//   NVFP4, 2304 bytes: codes [vector][lane][16 B], then scales [lane][8 B] (byte 2j row g, 2j+1 row g+8)
-//   bf16,  8192 bytes: [vector][mma][lane][16 B], the four A registers of each mma
-// The order of k within an mma is free; with this one, the B operand of a vector is 32 contiguous bytes
-// of the token's row. A token is a column of the product, so its bits do not depend on the others.
+// Layout (packing.py packs it): a chunk is 16 rows x 256 k. A matrix is [row tile][k / 256] chunks,
+// so a row tile is one contiguous stream. A chunk is four vectors of 16 rows x 64 k. Lane 4g + t
+// owns rows g and g + 8 and k = 64 j + 16 t .. + 15 of vector j, which is one scale block of each
+// row:
+//   NVFP4, 2304 bytes: codes [vector][lane][16 B], then scales [lane][8 B] (byte 2j row g, 2j+1 row
+//   g+8) bf16,  8192 bytes: [vector][mma][lane][16 B], the four A registers of each mma
+// The order of k within an mma is free; with this one, the B operand of a vector is 32 contiguous
+// bytes of the token's row. A token is a column of the product, so its bits do not depend on the
+// others.
 //
-// NVFP4 codes become bf16 exactly: sign, two exponent bits and mantissa go to bits {15, 8, 7, 6}, which
-// reads as value x 2^-126; one packed multiply by bf16(scale x 2^119) gives value x scale x 2^-7. The
-// 2^7 goes into the tensor's scale (UNIT). Scales are stored as e5m3 bytes: bf16 bits of scale x 2^119
-// are (byte << 4) | 0x7000. A zero scale is stored as zero codes.
+// NVFP4 codes become bf16 exactly: sign, two exponent bits and mantissa go to bits {15, 8, 7, 6},
+// which reads as value x 2^-126; one packed multiply by bf16(scale x 2^119) gives value x scale x
+// 2^-7. The 2^7 goes into the tensor's scale (UNIT). Scales are stored as e5m3 bytes: bf16 bits of
+// scale x 2^119 are (byte << 4) | 0x7000. A zero scale is stored as zero codes.
 #ifndef INK_W4A16_CUH
 #define INK_W4A16_CUH
 #include "device.cuh"
@@ -26,7 +29,9 @@ constexpr int CODE_BYTES = WEIGHTS ? 2048 : 512;  // of one vector
 constexpr int CHUNK_BYTES = WEIGHTS ? 8192 : 2304;
 constexpr float UNIT = WEIGHTS ? 1.f : 128.f;
 
-__device__ constexpr int tile_bytes(int k) { return k / 256 * CHUNK_BYTES; }
+__device__ constexpr int tile_bytes(int k) {
+  return k / 256 * CHUNK_BYTES;
+}
 
 // Vectors of a row tile for each of `warps` warps: the same number for every warp that has any.
 __device__ constexpr int vectors_per_warp(int k, int warps) {
@@ -35,10 +40,18 @@ __device__ constexpr int vectors_per_warp(int k, int warps) {
   return n;
 }
 
-// ---- one vector ----
-struct Scales { u32 low, high; };  // bf16 pairs (scale x 2^119) of rows g and g + 8
+// The tensor's scale times what the codes' bf16 form lacks. bf16 weights have none: it is not read.
+INK_DEVICE float tensor_unit(const float* scale) {
+  return WEIGHTS ? 1.f : load_weight_float(scale) * UNIT;
+}
 
-template <int PAIR> INK_DEVICE Scales scales_of(u32 bytes) {  // bytes 2 PAIR and 2 PAIR + 1
+// ---- one vector ----
+struct Scales {
+  u32 low, high;
+};  // bf16 pairs (scale x 2^119) of rows g and g + 8
+
+template <int PAIR>
+INK_DEVICE Scales scales_of(u32 bytes) {  // bytes 2 PAIR and 2 PAIR + 1
   const u32 low = __byte_perm(bytes, 0, 0x4040 | (2 * PAIR) | (2 * PAIR) << 8);
   const u32 high = __byte_perm(bytes, 0, 0x4040 | (2 * PAIR + 1) | (2 * PAIR + 1) << 8);
   return {low * 16u + 0x70007000u, high * 16u + 0x70007000u};
@@ -54,17 +67,27 @@ INK_DEVICE void dequantize(u32 (&a)[4], u32 w, Scales s) {
 }
 
 // Two sets of accumulators, of even and of odd mma, hide the latency; `tile_sum` adds them.
-struct Tile { float c[2][4]; };
-INK_DEVICE Tile zero_tile() { return Tile{{{0, 0, 0, 0}, {0, 0, 0, 0}}}; }
+struct Tile {
+  float c[2][4];
+};
+INK_DEVICE Tile zero_tile() {
+  return Tile{{{0, 0, 0, 0}, {0, 0, 0, 0}}};
+}
 
-struct Tokens { uint4 lo, hi; };  // B operand of one vector: token g, 16 consecutive k
+struct Tokens {
+  uint4 lo, hi;
+};  // B operand of one vector: token g, 16 consecutive k
 
 #if WEIGHTS == 0
-struct Codes { uint4 w; };
+struct Codes {
+  uint4 w;
+};
 INK_DEVICE void multiply(Tile& tile, const Codes& codes, Scales s, const Tokens& b) {
   const u32 w[4] = {codes.w.x, codes.w.y, codes.w.z, codes.w.w};
 #else
-struct Codes { uint4 w[4]; };
+struct Codes {
+  uint4 w[4];
+};
 INK_DEVICE void multiply(Tile& tile, const Codes& codes, Scales, const Tokens& b) {
 #endif
   const u32 x[8] = {b.lo.x, b.lo.y, b.lo.z, b.lo.w, b.hi.x, b.hi.y, b.hi.z, b.hi.w};
@@ -82,11 +105,13 @@ INK_DEVICE void multiply(Tile& tile, const Codes& codes, Scales, const Tokens& b
 
 // ---- NV consecutive vectors of a row tile, the share of one warp ----
 // `first` is a multiple of NV. Scale bytes of up to four vectors of a chunk are loaded together.
-template <int NV> struct Group {
+template <int NV>
+struct Group {
   static constexpr int SIZE = NV % 4 == 0 ? 4 : NV % 2 == 0 ? 2 : 1;
   static constexpr int WORDS = SIZE == 1 ? NV : NV / 2;
 };
-template <int NV> struct Fragment {
+template <int NV>
+struct Fragment {
   Codes codes[NV];
 #if WEIGHTS == 0
   u32 scales[Group<NV>::WORDS];
@@ -101,14 +126,17 @@ template <int NV> struct Fragment {
   }
 };
 INK_DEVICE const u8* vector_codes(const u8* tile, int vector, int lane) {
-  return tile + (vector / CHUNK_VECTORS) * CHUNK_BYTES + vector % CHUNK_VECTORS * CODE_BYTES + lane * 16;
+  return tile + (vector / CHUNK_VECTORS) * CHUNK_BYTES + vector % CHUNK_VECTORS * CODE_BYTES +
+         lane * 16;
 }
 INK_DEVICE const u8* vector_scales(const u8* tile, int vector, int lane) {
-  return tile + (vector / CHUNK_VECTORS) * CHUNK_BYTES + 2048 + lane * 8 + vector % CHUNK_VECTORS * 2;
+  return tile + (vector / CHUNK_VECTORS) * CHUNK_BYTES + 2048 + lane * 8 +
+         vector % CHUNK_VECTORS * 2;
 }
 
 // From device memory into registers.
-template <int NV> INK_DEVICE void load_fragment(Fragment<NV>& f, const u8* tile, int first, int lane) {
+template <int NV>
+INK_DEVICE void load_fragment(Fragment<NV>& f, const u8* tile, int first, int lane) {
 #pragma unroll
   for (int i = 0; i < NV; i++) {
     const u8* p = vector_codes(tile, first + i, lane);
@@ -137,8 +165,12 @@ template <int NV> INK_DEVICE void load_fragment(Fragment<NV>& f, const u8* tile,
 }
 
 // B operands of NV vectors of row `x` (null: zeros), from device memory (activations).
-template <int NV> struct Activations { Tokens v[NV]; };
-template <int NV> INK_DEVICE void load_tokens(Activations<NV>& b, const bf16* x, int first, int lane) {
+template <int NV>
+struct Activations {
+  Tokens v[NV];
+};
+template <int NV>
+INK_DEVICE void load_tokens(Activations<NV>& b, const bf16* x, int first, int lane) {
 #pragma unroll
   for (int i = 0; i < NV; i++) {
     const bf16* p = x + (first + i) * VECTOR_K + (lane & 3) * 16;
@@ -165,7 +197,8 @@ INK_DEVICE void multiply_fragment(Tile& t, const Fragment<NV>& f, const Activati
 
 // The row tile lies in shared memory; its registers live for one vector only.
 template <int NV>
-INK_DEVICE void multiply_shared(Tile& t, const u8* tile, const Activations<NV>& b, int first, int lane) {
+INK_DEVICE void multiply_shared(Tile& t, const u8* tile, const Activations<NV>& b, int first,
+                                int lane) {
 #pragma unroll
   for (int i = 0; i < NV; i++) {
     const u8* p = vector_codes(tile, first + i, lane);
@@ -189,7 +222,8 @@ INK_DEVICE void store_tile(float* p, const Tile& t, int lane) {
   *(float2*)(p + 64 + lane * 2) = make_float2(t.c[0][2] + t.c[1][2], t.c[0][3] + t.c[1][3]);
 }
 // Sum of N floats `stride` apart, in an order of its own: even ones, odd ones, then both.
-template <int N> INK_DEVICE float strided_sum(const float* p, int stride) {
+template <int N>
+INK_DEVICE float strided_sum(const float* p, int stride) {
   float even = 0, odd = 0;
 #pragma unroll
   for (int i = 0; i < N; i += 2) {
@@ -200,8 +234,8 @@ template <int N> INK_DEVICE float strided_sum(const float* p, int stride) {
 }
 
 // ---- residual add and RMSNorm in front of a product ----
-// Sums of four values over the lanes with six shuffles: afterwards lane l holds the sum of value l / 8.
-// For every value the tree is that of a butterfly over 16, 8, 4, 2, 1 (`warp_sum`).
+// Sums of four values over the lanes with six shuffles: afterwards lane l holds the sum of value l
+// / 8. For every value the tree is that of a butterfly over 16, 8, 4, 2, 1 (`warp_sum`).
 INK_DEVICE float four_sums(const float (&v)[4], int lane) {
   const bool upper = lane & 16, odd = lane & 8;
   const float a = (upper ? v[2] : v[0]) + __shfl_xor_sync(INK_FULL_WARP, upper ? v[0] : v[2], 16);
@@ -212,10 +246,12 @@ INK_DEVICE float four_sums(const float (&v)[4], int lane) {
   return c;
 }
 
-// s = x + delta;  z = bf16(s * rsqrt(mean s^2 + eps) * w) from the unrounded s.  THREADS threads, BATCH
-// tokens at a time; a thread owns elements 4 tid .. + 3 of every 4 THREADS. z goes to shared memory with
-// row stride H + 8 (no bank conflicts for B operands); rows T and above are left as they are.
-template <int H, int THREADS, int BATCH, bool DELTA> struct Norm {
+// s = x + delta;  z = bf16(s * rsqrt(mean s^2 + eps) * w) from the unrounded s.  THREADS threads,
+// BATCH tokens at a time; a thread owns elements 4 tid .. + 3 of every 4 THREADS. z goes to shared
+// memory with row stride H + 8 (no bank conflicts for B operands); rows T and above are left as
+// they are.
+template <int H, int THREADS, int BATCH, bool DELTA>
+struct Norm {
   static constexpr int STRIDE = H + 8, WARPS = THREADS / 32;
   static constexpr int PARTS = (H + THREADS * 4 - 1) / (THREADS * 4);
   // Shared memory. Each thread keeps its own weights there: registers are short.
@@ -301,9 +337,9 @@ template <int H, int THREADS, int BATCH, bool DELTA> struct Norm {
             const int k = (i * THREADS + tid) * 4;
             const float* v = s[q][i];
             const uint2 w = m.weight[i * THREADS + tid];
-            const uint2 z = make_uint2(
-                pack_bf16(v[0] * r * low_float(w.x), v[1] * r * high_float(w.x)),
-                pack_bf16(v[2] * r * low_float(w.y), v[3] * r * high_float(w.y)));
+            const uint2 z =
+                make_uint2(pack_bf16(v[0] * r * low_float(w.x), v[1] * r * high_float(w.x)),
+                           pack_bf16(v[2] * r * low_float(w.y), v[3] * r * high_float(w.y)));
             if (k < H) {
               *(uint2*)(m.z + (t0 + q) * STRIDE + k) = z;
               if (residual && t0 + q == own)
@@ -325,7 +361,9 @@ template <int H, int THREADS, int BATCH, bool DELTA> struct Norm {
 };
 
 // Activation of a gated pair in the model's exact form, of rounded or unrounded g and u.
-INK_DEVICE float silu_exact(float g) { return g / (1.f + expf(-g)); }
+INK_DEVICE float silu_exact(float g) {
+  return g / (1.f + expf(-g));
+}
 INK_DEVICE float silu_approx(float g) {
   return g * rcp_approx(1.f + exp2_approx(g * -1.44269504088896341f));
 }

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inkrt.errors import DeviceError, EngineMismatchError
+from inkrt.errors import DeviceError, EngineMismatchError, RequestError
 from inkrt.runtime.engine_file import EngineConfig, read_code
 from inkrt.runtime.executor import StepInput, StepOutput
 from inkrt.runtime.executor.cuda_memory import DeviceMemory, num_bytes
@@ -109,12 +109,29 @@ class CudaExecutor:
         )
         return host
 
-    def time_step(self, step: str, step_input: StepInput, num_runs: int) -> list[float]:
-        """GPU time in ms of `num_runs` replays of a step on the same inputs, back to back."""
+    def kernel_names(self, step: str) -> list[str]:
+        """Every kind of kernel of a step, as `operator/entry`, in order of first use."""
+        launches = self._plans[step].launches
+        names = [f"{launch.op}/{kernel.entry}" for launch in launches for kernel in launch.kernels]
+        return list(dict.fromkeys(names))
+
+    def time_step(
+        self, step: str, step_input: StepInput, num_runs: int, *, without: str | None = None
+    ) -> list[float]:
+        """GPU time in ms of `num_runs` replays of a step on the same inputs, back to back.
+
+        Args:
+            step: its name.
+            step_input: the same for every run.
+            num_runs: replays.
+            without: a kind of kernel that is left out, to price it by the difference; results are
+                then wrong.
+        """
         driver, check = self._driver, self._check
         self._send_inputs(step_input)
         events = [check(driver.cuEventCreate(0)) for _ in range(num_runs + 1)]
-        graph = self._graphs[step]
+        plan = self._plans[step]
+        graph = self._graphs[step] if without is None else self._capture(plan, without=without)
         check(driver.cuEventRecord(events[0], self._stream.handle))
         for event in events[1:]:
             graph.launch(self._stream)
@@ -140,14 +157,16 @@ class CudaExecutor:
             self._graphs.clear()
             self.memory.close()
 
-    def _capture(self, plan: Plan, *, advances: bool = False) -> Any:
-        """One graph of all kernels of a plan; with `advances`, it feeds itself."""
+    def _capture(self, plan: Plan, *, advances: bool = False, without: str | None = None) -> Any:
+        """One graph of the kernels of a plan but one kind; with `advances`, it feeds itself."""
         from cuda.core import LaunchConfig, launch
 
         builder = self._device.create_graph_builder()
         builder.begin_building()
-        for kernel in (kernel for item in plan.launches for kernel in item.kernels):
-            self._add_kernel(builder, plan, kernel)
+        for launch_of_plan in plan.launches:
+            for kernel in launch_of_plan.kernels:
+                if f"{launch_of_plan.op}/{kernel.entry}" != without:
+                    self._add_kernel(builder, plan, kernel)
         if advances:
             inputs, offsets = self.memory.inputs, self.memory.input_offsets
             drawn = self.memory.address(plan.name, plan.tensors[plan.outputs["tokens"]])
@@ -201,6 +220,12 @@ class CudaExecutor:
 
     def _send_inputs(self, step_input: StepInput) -> None:
         sampling = step_input.sampling
+        if sampling.temperature > 0:
+            raise RequestError(
+                f"temperature {sampling.temperature}: this version chooses greedily on a GPU; "
+                f"use temperature 0, or a cpu engine",
+                param="temperature",
+            )
         values: dict[str, Any] = {
             "tokens": step_input.tokens,
             "position": [step_input.position],

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from inkrt.engines.tiny import tokenizer
 from inkrt.engines.tiny.__main__ import main
-from inkrt.engines.tiny.checkpoint import Layout, draw, write_checkpoint
-from inkrt.engines.tiny.inkling2 import RandomTensor, config
+from inkrt.engines.tiny.checkpoint import Layout, write_checkpoint
+from inkrt.engines.tiny.inkling2 import config
+from inkrt.engines.tiny.random_tensor import RandomTensor, draw
 from inkrt.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -270,7 +271,7 @@ def test_command_line(
 
 
 def test_unknown_choices_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model 'gpt' is unknown; use one of inkling2"):
+    with pytest.raises(ConfigError, match="model 'gpt' is unknown; use one of inkling2, flint"):
         write_checkpoint(tmp_path, model="gpt")
     with pytest.raises(ConfigError, match="dtype 'int8' is unknown; use one of bfloat16, float32"):
         write_checkpoint(tmp_path, dtype="int8")

@@ -231,9 +231,7 @@ def norm_qkv_rope(
     q = finish(heads[:, :num_q], q_norm)
     k = finish(heads[:, num_q : num_q + num_kv], k_norm)
     v = heads[:, num_q + num_kv :]
-    _, caches = ORACLES["kv_write"](
-        k, v, k_cache, v_cache, page_table, position, num_tokens, slot
-    )
+    _, caches = ORACLES["kv_write"](k, v, k_cache, v_cache, page_table, position, num_tokens, slot)
     return (residual, q, k, v), caches
 
 

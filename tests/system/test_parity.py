@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inkrt.commands.parity import ParityCheck, PromptReport, Reference
-from inkrt.commands.verify import BOUNDS
+from inkrt.engines.interface import EXACT_PARITY
 from inkrt.runtime.engine import Engine
 
 WINDOW = 22
@@ -33,7 +33,7 @@ def _run(check: ParityCheck, length: int, chunk: int | None, num_decoded: int) -
 
 def _require_parity(check: ParityCheck, report: PromptReport) -> None:
     dtype = check.engine.config.model.dtype
-    assert report.max_relative_error <= BOUNDS[dtype]
+    assert report.max_relative_error <= EXACT_PARITY[dtype].relative_error
     assert report.top1_agreement == 1
     # The order of additions is the same in steps of one row, and in bfloat16 the roundings hide
     # what differs in padded prefill steps.

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from inkrt.commands.parity import compare_logits
-from inkrt.commands.verify import BOUNDS
+from inkrt.engines.interface import EXACT_PARITY
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling
 
+BOUNDS = {dtype: bound.relative_error for dtype, bound in EXACT_PARITY.items()}
 NUM_DECODED = 40
 PROMPT = [(7 * i + i * i) % 470 for i in range(61)]
 

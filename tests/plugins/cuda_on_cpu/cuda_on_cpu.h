@@ -1,10 +1,10 @@
-// Runs CUDA kernels written against plugins/device.cuh on a CPU, for tests: every thread is a fiber, warp
-// and block operations are meeting points. It stands in for device.cuh (same names, no PTX), is slow, and
-// knows nothing of timing. Included first by the compiler's command line.
+// Runs CUDA kernels written against plugins/device.cuh on a CPU, for tests: every thread is a
+// fiber, warp and block operations are meeting points. It stands in for device.cuh (same names, no
+// PTX), is slow, and knows nothing of timing. Included first by the compiler's command line.
 //
-// What it finds beside wrong arithmetic: deadlocks, accesses past a block's shared memory (a guard page),
-// reads before pdl_wait() of what a predecessor writes (such inputs are filled at the wait), and, by
-// running fibers in another order, missing barriers.
+// What it finds beside wrong arithmetic: deadlocks, accesses past a block's shared memory (a guard
+// page), reads before pdl_wait() of what a predecessor writes (such inputs are filled at the wait),
+// and, by running fibers in another order, missing barriers.
 #pragma once
 #define INK_DEVICE_CUH
 #include <sys/mman.h>
@@ -37,18 +37,34 @@ typedef u16 bf16;
 #define INK_DEVICE inline
 #define INK_FULL_WARP 0xFFFFFFFFu
 
-struct alignas(8) uint2 { u32 x, y; };
-struct alignas(16) uint4 { u32 x, y, z, w; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
-static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-static inline float2 make_float2(float x, float y) { return {x, y}; }
+struct alignas(8) uint2 {
+  u32 x, y;
+};
+struct alignas(16) uint4 {
+  u32 x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+static inline uint2 make_uint2(u32 x, u32 y) {
+  return {x, y};
+}
+static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) {
+  return {x, y, z, w};
+}
+static inline float2 make_float2(float x, float y) {
+  return {x, y};
+}
 using std::max;
 using std::min;
 
 namespace emu {
-struct Index { unsigned x = 0, y = 0, z = 0; };
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
 struct Block;
 struct Thread {
   ucontext_t context;
@@ -58,7 +74,9 @@ struct Thread {
   bool done = false;
   u64 cluster_phase = 0;
 };
-struct Meeting { u64 arrived = 0, phase = 0; };
+struct Meeting {
+  u64 arrived = 0, phase = 0;
+};
 struct Warp {
   Meeting meeting;
   u64 slots[2][32][12];
@@ -72,14 +90,19 @@ struct Block {
   u8* smem = nullptr;
   Meeting barrier;
   u64 alive = 0;
-  std::map<const void*, std::tuple<int, int, long, u32>> mbarriers;  // arrivals, pending, bytes, phase
+  std::map<const void*, std::tuple<int, int, long, u32>>
+      mbarriers;  // arrivals, pending, bytes, phase
 };
 struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
   Meeting barrier, wait;
   u64 alive = 0;
 };
-struct Publish { void* to; const void* from; size_t bytes; };
+struct Publish {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
 inline Thread* current = nullptr;
 inline ucontext_t scheduler;
 inline std::function<void()> body;
@@ -87,13 +110,16 @@ inline Index grid_size;
 inline std::vector<Publish> publish;
 
 [[noreturn]] inline void fail(const char* what) {
-  fprintf(stderr, "cuda_on_cpu: %s (block %u, thread %u)\n", what, current ? current->block->index.x : 0,
-          current ? current->index.x : 0);
+  fprintf(stderr, "cuda_on_cpu: %s (block %u, thread %u)\n", what,
+          current ? current->block->index.x : 0, current ? current->index.x : 0);
   abort();
 }
-inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void yield() {
+  swapcontext(&current->context, &scheduler);
+}
 // Waits until `expected()` threads have arrived.
-template <class F> void meet(Meeting& m, F expected) {
+template <class F>
+void meet(Meeting& m, F expected) {
   const u64 phase = m.phase;
   m.arrived++;
   while (m.phase == phase) {
@@ -106,7 +132,8 @@ template <class F> void meet(Meeting& m, F expected) {
   }
 }
 // Every lane hands in values and sees those of all lanes.
-template <class T> const u64 (*exchange(const T* mine, int count))[12] {
+template <class T>
+const u64 (*exchange(const T* mine, int count))[12] {
   static_assert(sizeof(T) == 4, "32-bit values");
   Warp& w = current->block->warps[current->index.x / 32];
   const u64 phase = w.meeting.phase;
@@ -119,7 +146,8 @@ template <class T> const u64 (*exchange(const T* mine, int count))[12] {
   meet(w.meeting, [] { return 32u; });
   return w.slots[phase & 1];
 }
-template <class T> T as(u64 bits) {
+template <class T>
+T as(u64 bits) {
   const u32 low = (u32)bits;
   T v;
   memcpy(&v, &low, 4);
@@ -138,7 +166,8 @@ struct Guarded {
   size_t whole;
   u8 *base, *data;
   explicit Guarded(size_t bytes) : whole((bytes + PAGE - 1) / PAGE * PAGE) {
-    base = (u8*)mmap(nullptr, whole + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    base = (u8*)mmap(nullptr, whole + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                     0);
     mprotect(base + whole, PAGE, PROT_NONE);
     memset(base, 0xFF, whole);
     data = base + (whole - bytes) / 1024 * 1024;
@@ -146,7 +175,8 @@ struct Guarded {
   Guarded(const Guarded&) = delete;
   ~Guarded() { munmap(base, whole + PAGE); }
 };
-inline void launch(unsigned blocks, unsigned threads, unsigned cluster_size, size_t smem_bytes, int order) {
+inline void launch(unsigned blocks, unsigned threads, unsigned cluster_size, size_t smem_bytes,
+                   int order) {
   grid_size = {blocks, 1, 1};
   std::vector<std::vector<char>> stacks(threads * cluster_size, std::vector<char>(1 << 16));
   for (unsigned first = 0; first < blocks; first += cluster_size) {
@@ -196,7 +226,8 @@ template <class... A, size_t... I>
 void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
   kernel(*(std::remove_reference_t<A>*)args[I]...);
 }
-template <class... A> void call(void (*kernel)(A...), void** args) {
+template <class... A>
+void call(void (*kernel)(A...), void** args) {
   call(kernel, args, std::index_sequence_for<A...>());
 }
 }  // namespace emu
@@ -212,10 +243,12 @@ static inline void __syncwarp() {
   const u32 none = 0;
   emu::exchange(&none, 1);
 }
-template <class T> T __shfl_xor_sync(u32, T v, int mask) {
+template <class T>
+T __shfl_xor_sync(u32, T v, int mask) {
   return emu::as<T>(emu::exchange(&v, 1)[(emu::current->index.x % 32) ^ mask][0]);
 }
-template <class T> T __shfl_sync(u32, T v, int lane) {
+template <class T>
+T __shfl_sync(u32, T v, int lane) {
   return emu::as<T>(emu::exchange(&v, 1)[lane][0]);
 }
 static inline u32 __reduce_max_sync(u32, u32 v) {
@@ -224,145 +257,43 @@ static inline u32 __reduce_max_sync(u32, u32 v) {
   for (int i = 0; i < 32; i++) best = max(best, (u32)all[i][0]);
   return best;
 }
-static inline int __popc(u32 v) { return __builtin_popcount(v); }
+static inline int __popc(u32 v) {
+  return __builtin_popcount(v);
+}
 static inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   const u64 bytes = (u64)b << 32 | a;
   u32 r = 0;
-  for (int i = 0; i < 4; i++) r |= (u32)(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
+  for (int i = 0; i < 4; i++)
+    r |= (u32)(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
   return r;
 }
-static inline u32 __funnelshift_r(u32 lo, u32 hi, u32 n) { return (u32)(((u64)hi << 32 | lo) >> (n & 31)); }
-static inline float __uint_as_float(u32 v) { return emu::as<float>(v); }
+static inline u32 __funnelshift_r(u32 lo, u32 hi, u32 n) {
+  return (u32)(((u64)hi << 32 | lo) >> (n & 31));
+}
+static inline float __uint_as_float(u32 v) {
+  return emu::as<float>(v);
+}
 static inline u32 __float_as_uint(float v) {
   u32 r;
   memcpy(&r, &v, 4);
   return r;
 }
-static inline float __fmul_rn(float a, float b) { return a * b; }
-static inline float __fadd_rn(float a, float b) { return a + b; }
-static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fmul_rn(float a, float b) {
+  return a * b;
+}
+static inline float __fadd_rn(float a, float b) {
+  return a + b;
+}
+static inline float __fsub_rn(float a, float b) {
+  return a - b;
+}
 static inline u32 atomicOr(u32* p, u32 v) {
   const u32 old = *p;
   *p |= v;
   return old;
 }
-static inline int atomicExch(int* p, int v) { return std::exchange(*p, v); }
+static inline int atomicExch(int* p, int v) {
+  return std::exchange(*p, v);
+}
 
-// ---- device.cuh ----
-static inline float to_float(bf16 x) { return __uint_as_float((u32)x << 16); }
-static inline float low_float(u32 pair) { return __uint_as_float(pair << 16); }
-static inline float high_float(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-static inline bf16 to_bf16(float x) {
-  const u32 b = __float_as_uint(x);
-  if (x != x) return 0x7FFF;
-  return (bf16)((b + 0x7FFFu + (b >> 16 & 1)) >> 16);
-}
-static inline u32 pack_bf16(float low, float high) { return (u32)to_bf16(high) << 16 | to_bf16(low); }
-static inline float round_bf16(float x) { return to_float(to_bf16(x)); }
-static inline u32 mul_bf16x2(u32 a, u32 b) {
-  return pack_bf16(low_float(a) * low_float(b), high_float(a) * high_float(b));
-}
-static inline float rsqrt_approx(float x) { return 1.f / sqrtf(x); }
-static inline float exp2_approx(float x) { return exp2f(x); }
-static inline float rcp_approx(float x) { return 1.f / x; }
-
-template <class T> T emu_load(const void* p) {
-  if ((uintptr_t)p % sizeof(T)) emu::fail("misaligned load");
-  T v;
-  memcpy(&v, p, sizeof(T));
-  return v;
-}
-static inline uint4 load_weight16(const void* p) { return emu_load<uint4>(p); }
-static inline uint2 load_weight8(const void* p) { return emu_load<uint2>(p); }
-static inline u32 load_weight4(const void* p) { return emu_load<u32>(p); }
-static inline u32 load_weight2(const void* p) { return emu_load<u16>(p); }
-static inline float load_weight_float(const float* p) { return emu_load<float>(p); }
-static inline uint4 load_act16(const void* p) { return emu_load<uint4>(p); }
-static inline uint2 load_act8(const void* p) { return emu_load<uint2>(p); }
-static inline u32 load_act4(const void* p) { return emu_load<u32>(p); }
-static inline int load_act_int(const int* p) { return emu_load<int>(p); }
-static inline float load_act_float(const float* p) { return emu_load<float>(p); }
-static inline unsigned char* dynamic_smem() { return emu::current->block->smem; }
-
-static inline void pdl_wait() {
-  emu::Cluster* c = emu::current->block->cluster;
-  emu::meet(c->wait, [c] { return c->alive; });
-  for (auto& p : emu::publish) memcpy(p.to, p.from, p.bytes);
-  emu::publish.clear();
-}
-static inline void pdl_trigger() {}
-static inline float warp_sum(float x) {
-  for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(INK_FULL_WARP, x, o);
-  return x;
-}
-static inline float warp_max(float x) {
-  for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(INK_FULL_WARP, x, o));
-  return x;
-}
-// Fragments as the PTX manual draws them for m16n8k16.
-static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  auto all = emu::exchange(mine, 6);
-  const int lane = emu::current->index.x % 32, g = lane / 4, t = lane % 4;
-  for (int i = 0; i < 4; i++) {
-    const int row = g + 8 * (i / 2), col = 2 * t + i % 2;
-    float sum = 0;
-    for (int k = 0; k < 16; k++) {
-      const u32 x = (u32)all[4 * (row % 8) + k % 8 / 2][row / 8 + 2 * (k / 8)];
-      const u32 y = (u32)all[4 * col + k % 8 / 2][4 + k / 8];
-      sum += (k & 1 ? high_float(x) : low_float(x)) * (k & 1 ? high_float(y) : low_float(y));
-    }
-    c[i] += sum;
-  }
-}
-enum ErrorCode { ERROR_NONE = 0, ERROR_MBARRIER = 1, ERROR_SENTINEL = 2 };
-static inline void report_error(int* word, int code) {
-  if (word) *word = code;
-}
-static inline void emu_complete(emu::Block* b, const void* bar) {
-  auto& [arrivals, pending, bytes, phase] = b->mbarriers.at(bar);
-  if (pending == 0 && bytes == 0) {
-    pending = arrivals;
-    phase++;
-  }
-}
-static inline void mbar_init(u64* bar, u32 arrivals) {
-  emu::current->block->mbarriers[bar] = {(int)arrivals, (int)arrivals, 0, 0};
-}
-static inline void mbar_expect(u64* bar, u32 num_bytes) {
-  auto& state = emu::current->block->mbarriers.at(bar);
-  std::get<1>(state)--;
-  std::get<2>(state) += num_bytes;
-  emu_complete(emu::current->block, bar);
-}
-static inline void mbar_wait(u64* bar, u32 parity, int*) {
-  auto& known = emu::current->block->mbarriers;
-  if (!known.count(bar)) emu::fail("wait on a barrier that is not initialized");
-  while ((std::get<3>(known.at(bar)) & 1) == parity) emu::yield();
-}
-static inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* bar) {
-  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || num_bytes % 16) emu::fail("misaligned bulk copy");
-  memcpy(to, from, num_bytes);
-  std::get<2>(emu::current->block->mbarriers.at(bar)) -= num_bytes;
-  emu_complete(emu::current->block, bar);
-}
-static inline void cluster_arrive() {
-  emu::Cluster* c = emu::current->block->cluster;
-  emu::current->cluster_phase = c->barrier.phase;
-  c->barrier.arrived++;
-}
-static inline void cluster_wait() {
-  emu::Cluster* c = emu::current->block->cluster;
-  while (c->barrier.phase == emu::current->cluster_phase) {
-    if (c->barrier.arrived >= c->alive) {
-      c->barrier.arrived = 0;
-      c->barrier.phase++;
-      break;
-    }
-    emu::yield();
-  }
-}
-static inline void store_to_block(float* here, u32 rank, float value) {
-  emu::Block* b = emu::current->block;
-  *(float*)(b->cluster->blocks.at(rank)->smem + ((u8*)here - b->smem)) = value;
-}
+#include "device_on_cpu.h"

@@ -32,7 +32,7 @@ class Emulator:
         self._libraries: dict[str, ctypes.CDLL] = {}
 
     def upload(self, data: NDArray[np.generic]) -> Buffer:
-        # One spare page each, so that 16-byte alignment can be had and small overruns show in checks.
+        # Some spare bytes, so that 16-byte alignment can be had and small overruns are seen.
         raw = np.full(data.nbytes + 32, 0xEE, np.uint8)
         start = -raw.ctypes.data % 16
         part = raw[start : start + data.nbytes]
@@ -90,7 +90,8 @@ class Emulator:
                 assert COMPILER is not None
                 shared = "struct Shared {" in kernel.source.read_text().split("extern")[0]
                 command = [
-                    COMPILER, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC",
+                    COMPILER, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared",
+                    "-fPIC",
                     "-include", str(_HERE / "cuda_on_cpu.h"), f"-I{kernel.source.parent}",
                     f"-I{_PLUGINS}", f"-DKERNEL={kernel.entry}", f'-DSOURCE="{kernel.source.name}"',
                     *defines, *(["-DHAS_SHARED"] if shared else []), str(_HERE / "run.cpp"),

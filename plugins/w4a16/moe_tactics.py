@@ -1,0 +1,135 @@
+"""The tactic of a mixture-of-experts block: router, gate_up and down, see their CUDA files."""
+
+from inkrt.plugins.tactic import Float32, Int32, Output, Param, Scratch, Tactic
+from inkrt.plugins.w4a16.launches import Names, launch, packings_of, params_of, trigger
+from inkrt.plugins.w4a16.shapes import (
+    MAX_NORM_WIDTH,
+    Dims,
+    check_smem,
+    check_tokens,
+    check_width,
+    down_bytes,
+    gate_up_bytes,
+    require,
+    router_bytes,
+    router_rows,
+)
+
+
+def moe(
+    dims: Dims, num_tokens: int, *, eps: float, has_delta: bool = True, names: Names | None = None
+) -> Tactic:
+    """Residual add, norm, router, shared and routed experts, weighted sum: three kernels.
+
+    Args:
+        dims: sizes.
+        num_tokens: T.
+        eps: of the norm.
+        has_delta: whether `delta` is added.
+        names: parameters x, delta, norm_weight; router_weight bf16 [E, H]; shared_gate_up_codes and
+            _scales (gate rows, then up rows), shared_gate_up_scale float32 [1]; gate_up_codes,
+            _scales [E, ...] and gate_up_scale float32 [E]; down_codes, _scales, down_scale [E];
+            shared_down_codes, _scales, shared_down_scale [1]; out and residual bf16 [T, H] are
+            outputs 0 and 1 by default. With bf16 weights the `_scales` do not exist.
+
+    Raises:
+        BuildError: sizes that the kernels do not take.
+    """
+    check_tokens("moe", num_tokens)
+    check_width("moe", "hidden", dims.hidden, MAX_NORM_WIDTH)
+    check_width("moe", "width", dims.width, 512)
+    check_width("moe", "shared_width", dims.shared_width, 8192)
+    require(
+        dims.shared_width % dims.width == 0,
+        "moe",
+        f"shared_width={dims.shared_width}, expected a multiple of width={dims.width}",
+    )
+    require(
+        dims.experts <= 256 and dims.experts % 8 == 0,
+        "moe",
+        f"experts={dims.experts}, expected a multiple of 8 up to 256",
+    )
+    most = min(8, dims.experts)
+    require(1 <= dims.top_k <= most, "moe", f"top_k={dims.top_k}, expected 1 to {most}")
+    require(
+        router_rows(dims) <= 8,
+        "moe",
+        f"experts={dims.experts} over shared_width={dims.shared_width}, expected at most one "
+        f"expert for each shared row",
+    )
+    tokens, top_k = num_tokens, dims.top_k
+    own: dict[str, Param] = {
+        "out": Output(0),
+        "residual": Output(1),
+        "T": Int32(tokens),
+        "eps": Float32(eps),
+        "z": Scratch("z", tokens * dims.hidden * 2),
+        "logits": Scratch("logits", tokens * dims.experts * 2),
+        "hidden": Scratch("hidden", tokens * top_k * dims.width * 2),
+        "shared_hidden": Scratch("shared_hidden", tokens * dims.shared_width * 2),
+    }
+    sizes = [
+        ("HIDDEN", dims.hidden), ("EXPERTS", dims.experts), ("TOP_K", top_k),
+        ("WIDTH", dims.width), ("SHARED_WIDTH", dims.shared_width), ("WEIGHTS", int(dims.bf16)),
+    ]  # fmt: skip
+    when = ("TRIGGER", trigger(tokens))
+    depth = 1 if tokens == 1 or dims.bf16 else 2
+    tiles = min(dims.experts, tokens * top_k) * dims.width // 8
+    kernels = (
+        launch(
+            "router",
+            [*sizes, when, ("HAS_DELTA", int(has_delta))],
+            blocks=dims.shared_width // 8,
+            threads=640,
+            smem=check_smem("moe", router_bytes(dims)),
+            params=params_of(
+                "x delta norm_weight router_weight shared_gate_up_codes shared_gate_up_scale "
+                "residual z logits shared_hidden error T eps",
+                names,
+                own,
+            ),
+        ),
+        launch(
+            "gate_up",
+            [*sizes, ("DEPTH", depth)],
+            blocks=min(tiles, 384 if tokens == 1 else 264),
+            threads=256,
+            smem=gate_up_bytes(dims, depth),
+            params=params_of("z logits gate_up_codes gate_up_scale hidden T", names, own),
+        ),
+        launch(
+            "down",
+            [*sizes, when, ("DEPTH", depth)],
+            blocks=dims.hidden // 16,
+            threads=256,
+            smem=down_bytes(dims),
+            params=params_of(
+                "logits hidden shared_hidden down_codes down_scale shared_down_codes "
+                "shared_down_scale out T",
+                names,
+                own,
+            ),
+        ),
+    )
+    # Independent routing: the expected number of distinct experts.
+    distinct = dims.experts * (1 - (1 - top_k / dims.experts) ** tokens)
+    expert = 3 * dims.hidden * dims.width
+    shared = 3 * dims.hidden * dims.shared_width
+    per_value = dims.chunk_bytes / 4096
+    router_size = dims.experts * dims.hidden
+    return Tactic(
+        name="w4a16_moe",
+        kernels=kernels,
+        bytes=round((distinct * expert + shared) * per_value)
+        + 2 * router_size
+        + 8 * tokens * dims.hidden,
+        flops=2 * tokens * (top_k * expert + shared + router_size),
+        packings=packings_of(
+            dims,
+            names,
+            ("shared_gate_up_codes", "shared_gate_up_scales", "gated"),
+            ("gate_up_codes", "gate_up_scales", "gated"),
+            ("down_codes", "down_scales", "plain"),
+            ("shared_down_codes", "shared_down_scales", "plain"),
+        ),
+    )

@@ -1,0 +1,160 @@
+// The names of plugins/device.cuh on a CPU. Included by cuda_on_cpu.h, which has the fibers.
+#pragma once
+
+static inline float to_float(bf16 x) {
+  return __uint_as_float((u32)x << 16);
+}
+static inline float low_float(u32 pair) {
+  return __uint_as_float(pair << 16);
+}
+static inline float high_float(u32 pair) {
+  return __uint_as_float(pair & 0xFFFF0000u);
+}
+static inline bf16 to_bf16(float x) {
+  const u32 b = __float_as_uint(x);
+  if (x != x) return 0x7FFF;
+  return (bf16)((b + 0x7FFFu + (b >> 16 & 1)) >> 16);
+}
+static inline u32 pack_bf16(float low, float high) {
+  return (u32)to_bf16(high) << 16 | to_bf16(low);
+}
+static inline float round_bf16(float x) {
+  return to_float(to_bf16(x));
+}
+static inline u32 mul_bf16x2(u32 a, u32 b) {
+  return pack_bf16(low_float(a) * low_float(b), high_float(a) * high_float(b));
+}
+static inline float rsqrt_approx(float x) {
+  return 1.f / sqrtf(x);
+}
+static inline float exp2_approx(float x) {
+  return exp2f(x);
+}
+static inline float rcp_approx(float x) {
+  return 1.f / x;
+}
+
+template <class T>
+T emu_load(const void* p) {
+  if ((uintptr_t)p % sizeof(T)) emu::fail("misaligned load");
+  T v;
+  memcpy(&v, p, sizeof(T));
+  return v;
+}
+static inline uint4 load_weight16(const void* p) {
+  return emu_load<uint4>(p);
+}
+static inline uint2 load_weight8(const void* p) {
+  return emu_load<uint2>(p);
+}
+static inline u32 load_weight4(const void* p) {
+  return emu_load<u32>(p);
+}
+static inline u32 load_weight2(const void* p) {
+  return emu_load<u16>(p);
+}
+static inline float load_weight_float(const float* p) {
+  return emu_load<float>(p);
+}
+static inline uint4 load_act16(const void* p) {
+  return emu_load<uint4>(p);
+}
+static inline uint2 load_act8(const void* p) {
+  return emu_load<uint2>(p);
+}
+static inline u32 load_act4(const void* p) {
+  return emu_load<u32>(p);
+}
+static inline int load_act_int(const int* p) {
+  return emu_load<int>(p);
+}
+static inline float load_act_float(const float* p) {
+  return emu_load<float>(p);
+}
+static inline unsigned char* dynamic_smem() {
+  return emu::current->block->smem;
+}
+
+static inline void pdl_wait() {
+  emu::Cluster* c = emu::current->block->cluster;
+  emu::meet(c->wait, [c] { return c->alive; });
+  for (auto& p : emu::publish) memcpy(p.to, p.from, p.bytes);
+  emu::publish.clear();
+}
+static inline void pdl_trigger() {}
+static inline float warp_sum(float x) {
+  for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(INK_FULL_WARP, x, o);
+  return x;
+}
+static inline float warp_max(float x) {
+  for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(INK_FULL_WARP, x, o));
+  return x;
+}
+// Fragments as the PTX manual draws them for m16n8k16.
+static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  auto all = emu::exchange(mine, 6);
+  const int lane = emu::current->index.x % 32, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; i++) {
+    const int row = g + 8 * (i / 2), col = 2 * t + i % 2;
+    float sum = 0;
+    for (int k = 0; k < 16; k++) {
+      const u32 x = (u32)all[4 * (row % 8) + k % 8 / 2][row / 8 + 2 * (k / 8)];
+      const u32 y = (u32)all[4 * col + k % 8 / 2][4 + k / 8];
+      sum += (k & 1 ? high_float(x) : low_float(x)) * (k & 1 ? high_float(y) : low_float(y));
+    }
+    c[i] += sum;
+  }
+}
+enum ErrorCode { ERROR_NONE = 0, ERROR_MBARRIER = 1, ERROR_SENTINEL = 2 };
+static inline void report_error(int* word, int code) {
+  if (word) *word = code;
+}
+static inline void emu_complete(emu::Block* b, const void* bar) {
+  auto& [arrivals, pending, bytes, phase] = b->mbarriers.at(bar);
+  if (pending == 0 && bytes == 0) {
+    pending = arrivals;
+    phase++;
+  }
+}
+static inline void mbar_init(u64* bar, u32 arrivals) {
+  emu::current->block->mbarriers[bar] = {(int)arrivals, (int)arrivals, 0, 0};
+}
+static inline void mbar_expect(u64* bar, u32 num_bytes) {
+  auto& state = emu::current->block->mbarriers.at(bar);
+  std::get<1>(state)--;
+  std::get<2>(state) += num_bytes;
+  emu_complete(emu::current->block, bar);
+}
+static inline void mbar_wait(u64* bar, u32 parity, int*) {
+  auto& known = emu::current->block->mbarriers;
+  if (!known.count(bar)) emu::fail("wait on a barrier that is not initialized");
+  while ((std::get<3>(known.at(bar)) & 1) == parity) emu::yield();
+}
+static inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* bar) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || num_bytes % 16)
+    emu::fail("misaligned bulk copy");
+  memcpy(to, from, num_bytes);
+  std::get<2>(emu::current->block->mbarriers.at(bar)) -= num_bytes;
+  emu_complete(emu::current->block, bar);
+}
+static inline void cluster_arrive() {
+  emu::Cluster* c = emu::current->block->cluster;
+  emu::current->cluster_phase = c->barrier.phase;
+  c->barrier.arrived++;
+}
+static inline void cluster_wait() {
+  emu::Cluster* c = emu::current->block->cluster;
+  while (c->barrier.phase == emu::current->cluster_phase) {
+    if (c->barrier.arrived >= c->alive) {
+      c->barrier.arrived = 0;
+      c->barrier.phase++;
+      break;
+    }
+    emu::yield();
+  }
+}
+static inline void store_to_block(float* here, u32 rank, float value) {
+  emu::Block* b = emu::current->block;
+  *(float*)(b->cluster->blocks.at(rank)->smem + ((u8*)here - b->smem)) = value;
+}
