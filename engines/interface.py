@@ -6,7 +6,6 @@ map. The builder knows no model by name; it goes through these types.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -204,7 +203,7 @@ class ParityBound:
 
 
 # Of a definition whose operators round where transformers does, by compute dtype.
-EXACT_PARITY = MappingProxyType({"float32": ParityBound(2e-6), "bfloat16": ParityBound(1e-2)})
+EXACT_PARITY = {"float32": ParityBound(2e-6), "bfloat16": ParityBound(1e-2)}
 
 
 @dataclass(frozen=True, slots=True)
