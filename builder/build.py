@@ -116,7 +116,7 @@ def prepare(
     multiple = {} if options.target == "cpu" else {"kv_ring_multiple": PAGE_TOKENS}
     state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS, **multiple)
     plans: dict[str, Plan] = {}
-    target = Target(options.target)
+    target = Target(options.target, shares_arena=not options.keep_intermediates)
     if options.target != "cpu":
         target.compiler = Compiler(options.target)
     started = time.monotonic()

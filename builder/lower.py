@@ -45,11 +45,13 @@ class Target:
         name: "cpu" or a GPU architecture.
         compiler: collects the cubins of all plans; None on the CPU.
         packed: collects the layouts of weights of all plans.
+        shares_arena: whether tensors that are never needed at once share memory.
     """
 
     name: str
     compiler: Compiler | None = None
     packed: PackedWeights = field(default_factory=PackedWeights)
+    shares_arena: bool = True
 
 
 def lower(graph: StepGraph, target: Target | None = None) -> Plan:
@@ -284,6 +286,8 @@ class _Lowering:
         owners = sorted(self.first)
         lifetimes = [
             Lifetime(_num_bytes(self.specs[index]), self.first[index], self.last[index])
+            if self.target.shares_arena
+            else Lifetime(_num_bytes(self.specs[index]), 0, len(self.launches))
             for index in owners
         ]
         placed, arena_bytes = plan_arena(lifetimes)

@@ -26,6 +26,8 @@ class BuildOptions:
         max_verify_tokens: width of the widest verify step (drafted tokens and one); 1 for none.
         prefill_chunk: tokens of the prefill step; 0 takes what the target can do, which is 64 on
             the CPU and none on a GPU yet: there, prompts go through verify steps.
+        keep_intermediates: every intermediate tensor has memory of its own, so that a parity report
+            can read all of them after a step; otherwise they share memory by lifetime.
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
     """
 
@@ -47,6 +49,9 @@ class BuildOptions:
     )
     prefill_chunk: int = field(
         default=0, metadata={"help": "tokens of a prefill step; 0: what the target can do"}
+    )
+    keep_intermediates: bool = field(
+        default=False, metadata={"help": "own memory for every intermediate, for parity reports"}
     )
     weights: Literal["real", "dummy"] = field(
         default="real", metadata={"help": "dummy: no weight files, a fixed pattern at run time"}

@@ -87,7 +87,7 @@ def _case(
 
 
 def cases() -> list[Case]:
-    """Rings around the window's edge and their wrap, pages and their ends, padding, large logits."""
+    """Rings at the window's edge and their wrap, pages and their ends, padding, large logits."""
     return [
         _case("ring, first token", 1, 0, slot=1),
         _case("ring, last token before the window is full", 1, 5),

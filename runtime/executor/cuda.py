@@ -141,6 +141,10 @@ class CudaExecutor:
             float(check(driver.cuEventElapsedTime(first, last))) for first, last in pairwise(events)
         ]
 
+    def plan(self, step: str) -> Plan:
+        """The plan of a step."""
+        return self._plans[step]
+
     @property
     def device_name(self) -> str:
         """Name of the GPU."""
