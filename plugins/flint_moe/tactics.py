@@ -23,6 +23,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     )
     names: dict[str, Param] = {
         "z": Pointer("x"),
+        "logits": Pointer("logits"),
         "shared_hidden": Pointer("shared"),
         "out": Output(0),
     }
