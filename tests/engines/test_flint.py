@@ -240,6 +240,22 @@ def rewrite(source: Path, target: Path, change: Callable[[str, np.ndarray], Any]
     return target
 
 
+def test_a_head_that_is_not_quantized() -> None:
+    """It is read as it is, beside NVFP4 projections."""
+    config = parse_config({"quantization_config": {**NVFP4, "tensors": ["blk.0.attn_q.weight"]}})
+    marker, one = frozenset({"token_embd.weight"}), Sharding(1, "experts")
+    sources = weight_sources(config, marker, 0, one)
+    assert "lm_head.scales" not in sources
+    (part,) = sources["lm_head.weight"].parts
+    assert (part.name, part.shape) == ("output.weight", (150144, 2048))
+    (part,) = sources["layers.9.attn.o_proj.scales"].parts
+    assert (part.name, part.shape) == ("blk.9.attn_output.weight_scale", (2048, 256))
+    names = {
+        name for name, _ in Flint(config, one, torch.bfloat16, STATE, False).named_parameters()
+    }
+    assert names == set(sources)
+
+
 def scaled(wanted: str, index: int = 0) -> Callable[[str, np.ndarray], Any]:
     def change(name: str, data: np.ndarray) -> tuple[str, np.ndarray]:
         if name == wanted:
