@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kHeads = ATTN_HEADS_PER_KV, kDim = ATTN_DIM, kWindow = ATTN_WINDOW, kRingRows = ATTN_RING_ROWS;
 constexpr int kThreads = 128, kPage = kv_layout::kPageTokens;
-constexpr int kOwn = (kHeads * kDim + kThreads - 1) / kThreads;  // outputs of a thread
+constexpr int kShare = (kHeads * kDim + kThreads - 1) / kThreads;  // outputs of a thread
 constexpr float kLog2e = 1.4426950408889634f;
 using Tile = kv_layout::Tile<kDim>;
 
@@ -83,9 +83,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  float sums[kOwn];
+  float sums[kShare];
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) sums[i] = 0.f;
+  for (int i = 0; i < kShare; ++i) sums[i] = 0.f;
   for (int key = first_key / kPage * kPage; key <= last_key; key += kPage) {
     const int page = kRingRows ? kv_layout::page_of(key, nullptr, load_act_int(entries), kRingRows ? kRingRows : kPage)
                                : kv_layout::page_of(key, entries, 0, kPage);
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     const int begin = max(0, first_key - key), end = min(kPage, last_key + 1 - key);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
+    for (int i = 0; i < kShare; ++i) {
       const int output = thread + i * kThreads, h = output / kDim, dim = output % kDim;
       if (output >= kHeads * kDim) break;
       float sum = sums[i] * shared.rescale[h];
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < kShare; ++i) {
     const int output = thread + i * kThreads, h = output / kDim;
     if (output >= kHeads * kDim) break;
     const float sink = exp2_approx(fmaf(sinks[kv_head * kHeads + h], kLog2e, -shared.m[h]));

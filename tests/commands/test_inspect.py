@@ -61,9 +61,7 @@ def make_engine(folder: Path, *, tp_size: int = 2, extra_norms: int = 0, seed: i
         "verify4": make_plan("verify4", 4),
     }
     for rank in range(tp_size):
-        (folder / engine_file.plan_file(rank)).write_bytes(
-            encode(plans)
-        )
+        (folder / engine_file.plan_file(rank)).write_bytes(encode(plans))
         weights = np.random.default_rng(seed).integers(0, 9, 128).astype(np.int16)
         save_file({"embed": weights}, folder / f"rank{rank}-00001-of-00001.safetensors")
     config = EngineConfig(
@@ -217,9 +215,7 @@ def test_verify(engine: Path) -> None:
 
 def test_verify_finds_a_missing_plan(engine: Path) -> None:
     path = engine / "rank1.engine"
-    path.write_bytes(
-        encode({"decode": make_plan("decode", 1)})
-    )
+    path.write_bytes(encode({"decode": make_plan("decode", 1)}))
     config = engine_file.read_config(engine)
     entry = FileEntry(path.stat().st_size, engine_file.sha256_of(path))
     config = msgspec.structs.replace(config, files=config.files | {path.name: entry})
