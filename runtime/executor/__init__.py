@@ -117,8 +117,10 @@ def open_executor(folder: Path, config: EngineConfig) -> Executor:
 
 
 def _open_cuda(folder: Path, config: EngineConfig) -> Executor:
+    from inkrt.runtime.executor.cuda import CudaExecutor
+
     try:
-        from inkrt.runtime.executor.cuda import CudaExecutor
+        return CudaExecutor(folder, config)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("cuda"):
             raise
@@ -126,4 +128,3 @@ def _open_cuda(folder: Path, config: EngineConfig) -> Executor:
             f"engine {folder} was built for {config.target}, which needs cuda-core: "
             "pip install 'inkrt[cuda]'"
         ) from None
-    return CudaExecutor(folder, config)
