@@ -104,6 +104,11 @@ class Reference:
     def __init__(self, checkpoint: Path, dtype: str) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+        if not checkpoint.is_dir():
+            raise CheckpointError(
+                f"checkpoint {checkpoint} is not a folder; name the one that the engine was "
+                f"built from"
+            )
         if checkpoint.suffix == ".gguf" or any(checkpoint.glob("*.gguf")):
             raise CheckpointError(
                 f"{checkpoint}: transformers does not read NVFP4 GGUF files; name a safetensors "
