@@ -1,0 +1,74 @@
+"""The table of full-size Flint on one H200: `ink-bench` figures beside floor, must and goal.
+
+    ink-build FOLDER_WITH_CONFIG -o ENGINE --target sm_90a --weights dummy
+    python perf/flint.py ENGINE --commit HASH -o perf/results/flint-h200.json
+
+GPU time per step by graph replay, median of 60, weights cold in the L2 (22.9 GB are walked in order).
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+# step, context: floor, must and goal in ms (the project's targets for an H200 at 4.55 TB/s).
+TARGETS = {
+    ("decode", 1024): (0.33, 0.80, 0.60),
+    ("decode", 8192): (0.38, 0.86, 0.68),
+    ("decode", 100_000): (0.96, 1.45, 1.28),
+    ("decode", 262_000): (1.98, 2.50, 2.30),
+    ("verify8", 8192): (1.1, 2.3, 1.6),
+}
+
+
+def main() -> int:
+    """Run the benchmark and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("--commit", required=True)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    options = parser.parse_args()
+    objects = []
+    for step in ("decode", "verify8"):
+        contexts = ",".join(str(context) for name, context in TARGETS if name == step)
+        command = f"ink-bench engine ENGINE --steps {step} --contexts {contexts} --runs 60"
+        result = bench(options.engine, command, profile=options.profile)
+        for row in result["rows"]:
+            floor, must, goal = TARGETS[step, row["context"]]
+            objects.append(
+                {
+                    "workload": f"Flint NVFP4 {step} at {row['context']}",
+                    "value": round(row["median_us"] / 1e3, 4),
+                    "unit": "ms",
+                    "floor": floor,
+                    "must": must,
+                    "goal": goal,
+                    "command": command,
+                    "commit": options.commit,
+                    "device": result["device"],
+                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                    "without_us": row.get("without_us"),
+                }
+            )
+    options.out.write_text(json.dumps(objects, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def bench(engine: Path, command: str, *, profile: bool) -> dict[str, Any]:
+    """Run one `ink-bench` command line and give its JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        words = command.replace("ENGINE", str(engine)).split()[1:]
+        extra = ["--profile"] if profile else []
+        module = [sys.executable, "-m", "inkrt.commands.bench"]
+        subprocess.run([*module, *words, *extra, "--json", str(out)], check=True)
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
