@@ -3,7 +3,7 @@
     ink-build FOLDER_WITH_CONFIG -o ENGINE --target sm_90a --weights dummy
     python perf/flint.py ENGINE --commit HASH -o perf/results/flint-h200.json
 
-GPU time per step by graph replay, median of 60, weights cold in the L2 (22.9 GB are walked in order).
+GPU time per step by graph replay, median of 60, weights cold in the L2: 22.9 GB, walked in order.
 """
 
 import argparse

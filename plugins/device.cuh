@@ -118,12 +118,32 @@ INK_DEVICE int load_act_int(const int* p) {
 INK_DEVICE float load_act_float(const float* p) {
   return __uint_as_float(load_act4(p));
 }
+// Words that blocks of one kernel hand to each other: value and its mark in one access, so that no
+// fence is needed. Such a kernel's blocks must all fit the GPU at once.
+INK_DEVICE u64 load_relaxed(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+INK_DEVICE void store_relaxed(u64* p, u64 v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 INK_DEVICE unsigned char* dynamic_smem() {
   extern __shared__ __align__(1024) unsigned char ink_dynamic_smem[];
   return ink_dynamic_smem;
 }
 INK_DEVICE u32 smem_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
+}
+
+// Four bytes to shared memory without a register; other threads see them after a block barrier that
+// follows this thread's wait.
+INK_DEVICE void copy_async4(void* to_smem, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(to_smem)), "l"(from)
+               : "memory");
+}
+INK_DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // ---- programmatic dependent launch ----

@@ -3,6 +3,7 @@
     PYTHONPATH=. python perf/kernels/w4a16.py --compile            (no GPU: fills the cubin folder)
     PYTHONPATH=. python perf/kernels/w4a16.py --check              (small sizes, then the model's)
     PYTHONPATH=. python perf/kernels/w4a16.py --time --tokens 1,8 [--price] [--no-pdl]
+        [--variants 107/16,132/16]
 
 Cubins that are in the folder are not compiled again. Exit status 1: a check failed.
 """
@@ -97,13 +98,13 @@ def _chain_check(options: argparse.Namespace) -> int:
 
 def _times(options: argparse.Namespace) -> None:
     from w4a16_gpu import Gpu
-    from w4a16_times import Model, kernel_times, step_times
+    from w4a16_times import Model, Variant, kernel_times, step_times
 
     gpu = Gpu(options.cubins, pdl=not options.no_pdl)
     model = Model(gpu, replace(Dims(), bf16=options.bf16), options.layers)
     for tokens in options.tokens:
-        for cluster in options.clusters:
-            for record in step_times(model, tokens, cluster, price=options.price):
+        for variant in map(Variant.parse, options.variants):
+            for record in step_times(model, tokens, variant, price=options.price):
                 _emit({**record, "pdl": not options.no_pdl})
         if not options.no_kernels:
             for record in kernel_times(model, tokens):
@@ -112,7 +113,7 @@ def _times(options: argparse.Namespace) -> None:
 
 def _compile(options: argparse.Namespace) -> None:
     from w4a16_gpu import cubin
-    from w4a16_times import RING, THETA, standin_tactic
+    from w4a16_times import GATE_UPS, RING, THETA, standin_tactic
 
     from inkrt.plugins.w4a16 import tactics
 
@@ -124,9 +125,14 @@ def _compile(options: argparse.Namespace) -> None:
                 found += all_tactics(replace(dims, bf16=bf16), tokens)
             d = replace(Dims(), bf16=bf16)
             found += [
-                tactics.qkv(d, tokens, eps=1e-6, rope_theta=THETA, ring_rows=RING, cluster=cluster)
-                for cluster in ((2, 3, 4, 8) if not bf16 else (4, 8))
+                tactics.qkv(d, tokens, eps=1e-6, rope_theta=THETA, ring_rows=RING, blocks=blocks)
+                for blocks in (80, 107, 132)
             ]
+            if not bf16:
+                found += [
+                    tactics.moe(d, tokens, eps=1e-6, warps=warps, depth=depth)
+                    for warps, depth in GATE_UPS
+                ]
             found += [
                 tactics.lm_head(d, tokens, eps=1e-6, logits=logits, greedy=True)
                 for logits in (False, True)
@@ -154,7 +160,12 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print passing checks too")
     parser.add_argument("--layers", type=int, default=49)
     parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[1, 8])
-    parser.add_argument("--clusters", type=lambda s: [int(c) for c in s.split(",")], default=[None])
+    parser.add_argument(
+        "--variants",
+        type=lambda s: s.split(","),
+        default=["-/16"],
+        help="blocks of qkv / warps[xdepth] of gate_up, e.g. 107/16,132/8,-/16x3",
+    )
     parser.add_argument("--cubins", type=Path, default=Path("build/cubins"))
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)

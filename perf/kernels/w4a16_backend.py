@@ -110,10 +110,14 @@ def bind(
 
 
 def run(
-    backend: Backend, tactic: Tactic, arguments: Mapping[str, Buffer], outputs: Sequence[Buffer]
+    backend: Backend,
+    tactic: Tactic,
+    arguments: Mapping[str, Buffer],
+    outputs: Sequence[Buffer],
+    scratch: dict[str, Buffer] | None = None,
 ) -> dict[str, Buffer]:
-    """Launch a tactic's kernels; gives its scratch by name."""
-    scratch: dict[str, Buffer] = {}
+    """Launch a tactic's kernels; gives its scratch by name, which may be that of an earlier run."""
+    scratch = {} if scratch is None else scratch
     for bound in bind(backend, tactic, arguments, outputs, scratch):
         backend.launch(bound.kernel, bound.values, bound.late)
     return scratch

@@ -14,22 +14,28 @@ HEAD_CASES: tuple[dict[str, Any], ...] = (
     {"logits": False, "greedy": True, "norm": False},
     {"logits": True, "greedy": False, "norm": True},
 )
+MOE_CASES: tuple[dict[str, Any], ...] = (
+    {"has_delta": True, "warps": 16},
+    {"has_delta": False, "warps": 16},
+    {"has_delta": True, "warps": 8},
+)
 
 
 def qkv_cases(dims: Dims) -> list[dict[str, Any]]:
-    """Paged without positions in every cluster size that fits; rings with positions."""
+    """Paged without positions for several numbers of blocks; rings with positions."""
     heads = dims.heads + 2 * dims.kv_heads
-    clusters = [
-        size
-        for size in (1, 2, 3, 4, 8)
-        if heads * size >= MOST and qkv_bytes(dims, size) <= MAX_SMEM
+    numbers: list[int | None] = [None]
+    numbers += [
+        number
+        for number in (max(heads, MOST), 4 * heads, 132)
+        if number <= min(132, 8 * heads) and qkv_bytes(dims, number) <= MAX_SMEM
     ]
     paged = {"ring": 0, "theta": None, "position": 124, "valid": MOST}
     ring = {"ring": 192, "theta": THETA}
     return [
-        *({"cluster": size, **paged} for size in clusters),
-        {"cluster": clusters[-1], **ring, "position": 250_000, "valid": MOST},
-        {"cluster": clusters[0], **ring, "position": 60, "valid": 3},
+        *({"blocks": number, **paged} for number in numbers),
+        {"blocks": numbers[-1], **ring, "position": 250_000, "valid": MOST},
+        {"blocks": None, **ring, "position": 60, "valid": 3},
     ]
 
 
@@ -52,12 +58,12 @@ def all_tactics(dims: Dims, tokens: int) -> list[Tactic]:
                 eps=EPS,
                 rope_theta=case["theta"],
                 ring_rows=case["ring"],
-                cluster=case["cluster"],
+                blocks=case["blocks"],
             )
             for case in qkv_cases(dims)
         ),
         *(tactics.linear(dims, tokens, **case) for case in linear_cases(dims)),
-        *(tactics.moe(dims, tokens, eps=EPS, has_delta=delta) for delta in (True, False)),
+        *(tactics.moe(dims, tokens, eps=EPS, **case) for case in MOE_CASES),
         tactics.dense_mlp(dims, tokens, eps=EPS),
         *(tactics.lm_head(dims, tokens, eps=EPS, **case) for case in HEAD_CASES),
     ]

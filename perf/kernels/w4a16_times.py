@@ -15,14 +15,43 @@ from w4a16_gpu import Gpu, time_graph
 
 from inkrt.plugins.tactic import Int32, KernelLaunch, Output, Pointer, Tactic
 from inkrt.plugins.w4a16 import tactics
-from inkrt.plugins.w4a16.shapes import MAX_SMEM, Dims, qkv_bytes
+from inkrt.plugins.w4a16.shapes import Dims
 
 BYTES_PER_US = 4.55e6
 RING = 1024
 EPS, THETA = 1e-6, 10000.0
+GATE_UPS = ((16, None), (16, 2), (16, 3), (8, None))
 KERNELS_OF_LAYER = ("qkv", "standin", "linear", "router", "gate_up", "down")
 Record = dict[str, str | int | float]
 Launches = list[tuple[str, Callable[[], None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A choice among the kernels' variants.
+
+    Attributes:
+        blocks: of qkv, None for the tactic's choice.
+        warps: of a block of gate_up.
+        depth: of gate_up, None for the tactic's choice.
+    """
+
+    blocks: int | None = None
+    warps: int = 16
+    depth: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Variant":
+        """From `blocks/warps` or `blocks/warpsxdepth`; blocks may be `-`."""
+        blocks, _, rest = text.partition("/")
+        warps, _, depth = rest.partition("x")
+        return cls(
+            None if blocks == "-" else int(blocks), int(warps), int(depth) if depth else None
+        )
+
+    def __str__(self) -> str:
+        depth = f"x{self.depth}" if self.depth else ""
+        return f"{self.blocks or '-'}/{self.warps}{depth}"
 
 
 @dataclass(slots=True)
@@ -107,12 +136,12 @@ class Chain:
     Attributes:
         model: weights.
         tokens: T.
-        cluster: of the qkv kernel, None for the tactic's choice.
+        variant: of the kernels.
     """
 
     model: Model
     tokens: int
-    cluster: int | None = None
+    variant: Variant = Variant()
     scratch: dict[str, Buffer] = field(default_factory=dict)
 
     def _launches(
@@ -131,7 +160,7 @@ class Chain:
         }  # fmt: skip
         tactic = tactics.qkv(
             self.model.dims, self.tokens, eps=EPS, rope_theta=THETA, ring_rows=RING,
-            cluster=self.cluster,
+            blocks=self.variant.blocks,
         )  # fmt: skip
         return self._launches(tactic, arguments, [s["q"], s["residual_b"]])
 
@@ -152,7 +181,10 @@ class Chain:
     def moe(self, layer: int) -> Launches:
         """Reads residual_b and delta_a, writes residual_a and delta_b."""
         s, own = self.model.shared, self.model.layers[layer]
-        tactic = tactics.moe(self.model.dims, self.tokens, eps=EPS)
+        tactic = tactics.moe(
+            self.model.dims, self.tokens, eps=EPS, warps=self.variant.warps,
+            depth=self.variant.depth,
+        )  # fmt: skip
         arguments = {**s, **own, "x": s["residual_b"], "delta": s["delta_a"]}
         return self._launches(tactic, arguments, [s["delta_b"], s["residual_a"]])
 
@@ -228,20 +260,23 @@ def kernel_times(model: Model, tokens: int) -> Iterable[Record]:
         return _time(launches) / number
 
     rows = (d.heads + 2 * d.kv_heads) * 128
-    for cluster in (2, 3, 4, 8):
-        if qkv_bytes(d, cluster) > MAX_SMEM:
-            continue
-        tactic = tactics.qkv(d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, cluster=cluster)
-        other = Chain(model, tokens, cluster=cluster)
+    for blocks in (80, 107, 132):
+        tactic = tactics.qkv(d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, blocks=blocks)
+        other = Chain(model, tokens, Variant(blocks))
         us = per([x for i in layers for x in other.qkv(i)], count)
-        yield _record(f"qkv cluster {cluster}", f"{rows}x{d.hidden}", tokens, us, tactic.bytes)
+        yield _record(f"qkv {blocks} blocks", f"{rows}x{d.hidden}", tokens, us, tactic.bytes)
     o = tactics.linear(d, tokens, rows=d.hidden, width=d.heads * 128)
     us = per([x for i in layers for x in chain.o(i)], count)
     yield _record("o", f"{d.hidden}x{d.heads * 128}", tokens, us, o.bytes)
     moe = tactics.moe(d, tokens, eps=EPS)
     us = per([x for i in layers for x in chain.moe(i)], count)
     yield _record("moe", f"{d.experts}x{d.width}", tokens, us, moe.bytes)
-    for name in ("router", "gate_up", "down"):
+    for warps, depth in GATE_UPS if not d.bf16 else ((8, None), (16, None)):
+        other = Chain(model, tokens, Variant(warps=warps, depth=depth))
+        only = [x for i in layers for x in other.moe(i) if x[0] == "gate_up"]
+        name = f"gate_up alone, {warps} warps, depth {depth or 'default'}"
+        yield _record(name, "", tokens, per(only, count), 0)
+    for name in ("router", "down"):
         only = [x for i in layers for x in chain.moe(i) if x[0] == name]
         yield _record(f"{name} alone", "", tokens, per(only, count), 0)
     dense = tactics.dense_mlp(d, tokens, eps=EPS)
@@ -254,12 +289,12 @@ def kernel_times(model: Model, tokens: int) -> Iterable[Record]:
         yield _record(name, f"{d.vocab}x{d.hidden}", tokens, us, head.bytes)
 
 
-def step_times(model: Model, tokens: int, cluster: int | None, *, price: bool) -> Iterable[Record]:
+def step_times(model: Model, tokens: int, variant: Variant, *, price: bool) -> Iterable[Record]:
     """The whole chain; with `price` also without each kernel of a layer in turn."""
     d, number = model.dims, model.num_layers
-    chain = Chain(model, tokens, cluster=cluster)
+    chain = Chain(model, tokens, variant)
     parts = (
-        tactics.qkv(d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, cluster=cluster),
+        tactics.qkv(d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, blocks=variant.blocks),
         standin_tactic(d, tokens),
         tactics.linear(d, tokens, rows=d.hidden, width=d.heads * 128),
         tactics.moe(d, tokens, eps=EPS),
@@ -268,7 +303,7 @@ def step_times(model: Model, tokens: int, cluster: int | None, *, price: bool) -
     head_bytes = tactics.lm_head(d, tokens, eps=EPS, logits=False, greedy=True).bytes
     layers = chain.layers(range(number))
     us = _time(layers)
-    shape = f"{number} layers, qkv cluster {cluster}"
+    shape = f"{number} layers, {variant}"
     yield _record("layer", shape, tokens, us / number, layer_bytes)
     step = _time([*layers, *chain.head()])
     yield _record("step", shape, tokens, step, layer_bytes * number + head_bytes)
@@ -276,6 +311,6 @@ def step_times(model: Model, tokens: int, cluster: int | None, *, price: bool) -
         for name in KERNELS_OF_LAYER:
             without = _time([launch for launch in layers if launch[0] != name])
             yield {
-                "kernel": f"layer without {name}", "T": tokens, "us": round(without / number, 3),
-                "price_us": round((us - without) / number, 3),
+                "kernel": f"layer without {name}", "shape": shape, "T": tokens,
+                "us": round(without / number, 3), "price_us": round((us - without) / number, 3),
             }  # fmt: skip

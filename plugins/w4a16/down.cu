@@ -18,7 +18,8 @@ struct Shared {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     down(const bf16* logits, const bf16* hidden, const bf16* shared_hidden, const u8* weights,
          const float* scales, const u8* shared_weights, const float* shared_scale, bf16* out,
-         int T) {
+         int num_rows) {
+  const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2;
   trigger_first();
@@ -29,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int job = warp + d * WARPS;
     if (job < SHARED_JOBS) load_fragment<NV>(w[d], shared_tile + job * JOB_BYTES, 0, lane);
   }
-  const RouteView view = route(logits, T, sm.route);
+  const RouteView view = route<true>(logits, T, sm.route);
   const int num_jobs = SHARED_JOBS + view.num_experts;
   auto tile_of = [&](int job) {
     if (job < SHARED_JOBS) return shared_tile + job * JOB_BYTES;

@@ -38,7 +38,10 @@ def trigger(num_tokens: int) -> int:
 
 def variant(dims: Dims, num_tokens: int) -> list[tuple[str, int | float | str]]:
     """Macros of every kernel."""
-    return [("WEIGHTS", int(dims.bf16)), ("TRIGGER", trigger(num_tokens))]
+    return [
+        ("WEIGHTS", int(dims.bf16)), ("TRIGGER", trigger(num_tokens)),
+        ("ONE_TOKEN", int(num_tokens == 1)),
+    ]  # fmt: skip
 
 
 def params_of(spelled: str, names: Names | None, own: Mapping[str, Param]) -> tuple[Param, ...]:
@@ -70,7 +73,6 @@ def launch(
     threads: int,
     smem: int,
     params: tuple[Param, ...],
-    cluster: int = 1,
     source: str | None = None,
 ) -> KernelLaunch:
     """A one-dimensional launch of the kernel `entry` of `source`.cu (by default `entry`.cu)."""
@@ -81,7 +83,6 @@ def launch(
         grid=(blocks, 1, 1),
         block=(threads, 1, 1),
         params=params,
-        cluster=cluster,
         smem_bytes=smem,
     )
 

@@ -1,9 +1,26 @@
 """The tactic of a mixture-of-experts block: router, gate_up and down, see their CUDA files."""
 
-from inkrt.plugins.tactic import Float32, Int32, Output, Param, Scratch, Tactic
-from inkrt.plugins.w4a16.launches import Names, launch, packings_of, params_of, trigger
+from inkrt.plugins.tactic import (
+    Float32,
+    Int32,
+    KernelLaunch,
+    Output,
+    Param,
+    Scratch,
+    Tactic,
+)
+from inkrt.plugins.w4a16.launches import (
+    Defines,
+    Names,
+    launch,
+    packings_of,
+    params_of,
+    trigger,
+)
 from inkrt.plugins.w4a16.shapes import (
+    LARGE_BLOCK,
     MAX_NORM_WIDTH,
+    MULTIPROCESSORS,
     Dims,
     check_smem,
     check_tokens,
@@ -17,7 +34,14 @@ from inkrt.plugins.w4a16.shapes import (
 
 
 def moe(
-    dims: Dims, num_tokens: int, *, eps: float, has_delta: bool = True, names: Names | None = None
+    dims: Dims,
+    num_tokens: int,
+    *,
+    eps: float,
+    has_delta: bool = True,
+    warps: int = 16,
+    depth: int | None = None,
+    names: Names | None = None,
 ) -> Tactic:
     """Residual add, norm, router, shared and routed experts, weighted sum: three kernels.
 
@@ -26,6 +50,8 @@ def moe(
         num_tokens: T.
         eps: of the norm.
         has_delta: whether `delta` is added.
+        warps: of a block of gate_up, 8 or 16; the same for all T, or rows differ in their last bit.
+        depth: tiles of a block of gate_up that are on their way at once; None for a good number.
         names: parameters x, delta, norm_weight; router_weight bf16 [E, H]; shared_gate_up_codes and
             _scales (gate rows, then up rows), shared_gate_up_scale float32 [1]; gate_up_codes,
             _scales [E, ...] and gate_up_scale float32 [E]; down_codes, _scales, down_scale [E];
@@ -71,10 +97,10 @@ def moe(
     sizes = [
         ("HIDDEN", dims.hidden), ("EXPERTS", dims.experts), ("TOP_K", top_k),
         ("WIDTH", dims.width), ("SHARED_WIDTH", dims.shared_width), ("WEIGHTS", int(dims.bf16)),
+        ("ONE_TOKEN", int(tokens == 1)),
     ]  # fmt: skip
     when = ("TRIGGER", trigger(tokens))
-    depth = 1 if tokens == 1 or dims.bf16 else 2
-    tiles = min(dims.experts, tokens * top_k) * dims.width // 8
+    down_depth = 1 if tokens == 1 or dims.bf16 else 2
     kernels = (
         launch(
             "router",
@@ -89,17 +115,17 @@ def moe(
                 own,
             ),
         ),
-        launch(
-            "gate_up",
-            [*sizes, ("DEPTH", depth)],
-            blocks=min(tiles, 384 if tokens == 1 else 264),
-            threads=256,
-            smem=gate_up_bytes(dims, depth),
-            params=params_of("z logits gate_up_codes gate_up_scale hidden T", names, own),
+        _gate_up(
+            dims,
+            tokens,
+            warps,
+            depth,
+            sizes,
+            params_of("z logits gate_up_codes gate_up_scale hidden T", names, own),
         ),
         launch(
             "down",
-            [*sizes, when, ("DEPTH", depth)],
+            [*sizes, when, ("DEPTH", down_depth)],
             blocks=dims.hidden // 16,
             threads=256,
             smem=down_bytes(dims),
@@ -132,4 +158,36 @@ def moe(
             ("down_codes", "down_scales", "plain"),
             ("shared_down_codes", "shared_down_scales", "plain"),
         ),
+    )
+
+
+def _gate_up(
+    dims: Dims, num_tokens: int, warps: int, depth: int | None, sizes: Defines,
+    params: tuple[Param, ...],
+) -> KernelLaunch:  # fmt: skip
+    require(warps in (8, 16), "moe", f"warps={warps}, expected 8 or 16")
+    one_token = num_tokens == 1
+    if depth is None:
+        for_one, for_more = (1, 2) if warps == 8 else (3, 4)
+        depth = 1 if dims.bf16 else for_one if one_token else for_more
+    # What the other blocks of an SM leave: three blocks of 8 warps, or one of 16 beside the router.
+    if dims.bf16 or not (one_token or warps == 16):
+        registers = 128
+    elif warps == 8:
+        registers = 80
+    else:
+        registers = 56 if one_token and depth <= 3 else 96
+    tiles = min(dims.experts, num_tokens * dims.top_k) * dims.width // 8
+    blocks = -(-tiles // depth) if one_token else min(tiles, MULTIPROCESSORS * 16 // warps)
+    return launch(
+        "gate_up",
+        [*sizes, ("WARPS", warps), ("DEPTH", depth), ("REGISTERS", registers)],
+        blocks=blocks,
+        threads=warps * 32,
+        # One token, large blocks: one on each SM.
+        smem=max(
+            gate_up_bytes(dims, warps, depth, one_token=one_token),
+            LARGE_BLOCK if one_token and warps == 16 else 0,
+        ),
+        params=params,
     )

@@ -2,10 +2,15 @@
 // positions, and the write of keys and values into the cache. T = 1..8 tokens; hidden size at most
 // 2048.
 //
-// CLUSTER blocks own one head of 128 rows; tiles hold rows 8i.. and 64+8i.., so that rotary pairs
-// meet in one thread and blocks exchange nothing but sums of squares. The weights are staged in
-// shared memory before the wait. The position, the slot and the page table must not change within a
-// step: they are read before the wait too.
+// The row tiles are dealt out evenly to BLOCKS blocks. A tile holds rows 8i.. and 64+8i.. of a
+// head, so rotary pairs meet in one thread, and the blocks of a head exchange nothing but sums of
+// squares: through words of device memory that hold a sum and the number of the launch. So all
+// blocks must fit the GPU at once, which under programmatic launch they do: blocks of a later
+// kernel start only when all of these have.
+//
+// NVFP4 weights are staged in shared memory before the wait; a bf16 tile would be too large. The
+// position, the slot and the page table must not change within a step: they are read before the
+// wait too.
 //
 // A cache page is 64 tokens of one head: [half of the head][token][64 values], the 16-byte piece c
 // of a row at c ^ (token & 7); see docs/kernels.md. A ring of RING rows is RING / 64 pages of a
@@ -14,11 +19,12 @@
 
 constexpr int HEAD = 128, HEAD_TILES = HEAD / 16, PAGE = 64, PAGE_BYTES = PAGE * HEAD * 2;
 constexpr int WARPS = 16, THREADS = WARPS * 32;
-constexpr int TILES = (HEAD_TILES + CLUSTER - 1) / CLUSTER;  // of a block, at most
+constexpr int ROW_TILES = (HEADS + 2 * KV_HEADS) * HEAD_TILES;
+constexpr int TILES = (ROW_TILES + BLOCKS - 1) / BLOCKS;  // of a block, at most
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN);
-// Without a delta, eight rows at once would not fit the registers.
-using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA ? MAX_TOKENS : 4, HAS_DELTA>;
+static_assert(TILES * 64 <= THREADS, "a thread for each pair of rows and token");
+using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA>;
 
 // What a thread needs to finish its pair, kept in shared memory so that the norm has the registers.
 struct Finish {
@@ -28,10 +34,11 @@ struct Finish {
 constexpr u64 NOT_STORED = ~0ull;
 
 struct Shared {
+#if WEIGHTS == 0
   alignas(128) u8 weights[TILES * TILE_BYTES];
+#endif
   InputNorm::Memory norm;
   alignas(16) float partial[TILES * LIVE_WARPS * 128];
-  alignas(16) float squares[HEAD_TILES * MAX_TOKENS];  // of all tiles of the head, from every block
   Finish finish[TILES * 64];
   u64 bar;
 };
@@ -63,31 +70,67 @@ INK_DEVICE void sin_cos(float angle, float& sine, float& cosine) {
 }
 #endif
 
-extern "C" __global__ void __maxnreg__(56)
+// This warp's share of N tiles, at most three at a time: more would not fit the registers.
+template <int N>
+INK_DEVICE void project(Shared& sm, const u8* tiles, float* partial, int warp, int lane) {
+  if constexpr (N > 3) {
+    constexpr int HALF = N / 2;
+    project<HALF>(sm, tiles, partial, warp, lane);
+    project<N - HALF>(sm, tiles + HALF * TILE_BYTES, partial + HALF * LIVE_WARPS * 128, warp, lane);
+  } else {
+    Activations<NV> b;
+    // Rows without a token fill their own columns only.
+    const int token = ONE_TOKEN ? 0 : lane >> 2;
+    load_tokens_shared<NV>(b, sm.norm.z + token * InputNorm::STRIDE, warp * NV, lane);
+    Tile tile[N];
+#pragma unroll
+    for (int d = 0; d < N; d++) {
+      tile[d] = zero_tile();
+#if WEIGHTS
+      Fragment<NV> w;
+      load_fragment<NV>(w, tiles + d * TILE_BYTES, warp * NV, lane);
+      multiply_fragment<NV>(tile[d], w, b);
+#endif
+    }
+#if WEIGHTS == 0
+    multiply_shared<N, NV>(tile, tiles, TILE_BYTES, b, warp * NV, lane);
+#endif
+#pragma unroll
+    for (int d = 0; d < N; d++)
+      store_tile(partial + (d * LIVE_WARPS + warp) * 128, tile[d], lane);
+  }
+}
+
+// `exchange`: [head][token 8][tile 8] words, the launch's number in the upper half.
+extern "C" __global__ void __maxnreg__(WEIGHTS ? 128 : 56)
     qkv(const bf16* x, const bf16* delta, const bf16* norm_weight, const u8* weights,
         const float* scale, const bf16* q_norm, const bf16* k_norm, u8* k_cache, u8* v_cache,
         const int* where, const int* position, const int* num_tokens, bf16* q_out, bf16* residual,
-        int* error, int T, float eps) {
+        u64* exchange, int* error, int num_rows, float eps) {
+  const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int head = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
-  const int first = rank * HEAD_TILES / CLUSTER, count = (rank + 1) * HEAD_TILES / CLUSTER - first;
-  const bool is_value = head >= HEADS + KV_HEADS, is_query = head < HEADS;
+  const int first = blockIdx.x * ROW_TILES / BLOCKS;
+  const int count = (blockIdx.x + 1) * ROW_TILES / BLOCKS - first;
   trigger_first();
+  const u8* tiles = weights + (size_t)first * TILE_BYTES;
+#if WEIGHTS == 0
   if (tid == 0) {
     mbar_init(&sm.bar, 1);
     mbar_expect(&sm.bar, count * TILE_BYTES);
-    bulk_load(sm.weights, weights + (size_t)(head * HEAD_TILES + first) * TILE_BYTES,
-              count * TILE_BYTES, &sm.bar);
+    bulk_load(sm.weights, tiles, count * TILE_BYTES, &sm.bar);
   }
-#if CLUSTER > 1
-  cluster_arrive();  // "this block runs": before that, nobody may write to its shared memory
+  tiles = sm.weights;
 #endif
   InputNorm::load_weight(sm.norm, norm_weight);
 
   // Each thread below 64 count finishes one rotary pair of one token: rows `pair` and `pair` + 64.
-  const int piece = tid >> 6, token = tid >> 3 & 7, pair = (first + piece) * 8 + (tid & 7);
-  const bool busy = piece < count;
+  const int piece = tid >> 6, token = tid >> 3 & 7;
+  const int head = (first + piece) / HEAD_TILES, tile = (first + piece) % HEAD_TILES;
+  const int pair = tile * 8 + (tid & 7);
+  const bool is_value = head >= HEADS + KV_HEADS, is_query = head < HEADS;
+  const bool busy = piece < count && token < T;
+  u64* const words = exchange + (head * MAX_TOKENS + token) * HEAD_TILES;
   if (busy) {
     Finish f = {0, 0, 0, 0, 1, NOT_STORED};
     f.unit = tensor_unit(scale);
@@ -98,7 +141,7 @@ extern "C" __global__ void __maxnreg__(56)
 #if ROPE
     sin_cos(__fmul_rn((float)p, INVERSE_FREQUENCIES[pair]), f.sine, f.cosine);
 #endif
-    if (!is_query && token < min(T, load_act_int(num_tokens))) {
+    if (!is_query && token < load_act_int(num_tokens)) {
 #if RING
       const int page = load_act_int(where) * (RING / PAGE) + p % RING / PAGE;
 #else
@@ -114,20 +157,20 @@ extern "C" __global__ void __maxnreg__(56)
   wait_and_trigger();
   InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T,
                  blockIdx.x < T ? (int)blockIdx.x : -1);
+  // Only this block writes the words of its tiles, so they tell the last launch's number.
+  u32 number = 0;
+  if (busy && !is_value) number = (u32)(load_relaxed(words + tile) >> 32) + 1;
+#if WEIGHTS == 0
   mbar_wait(&sm.bar, 0, error);
+#endif
   if (warp < LIVE_WARPS) {
-    Activations<NV> b;
-    load_tokens_shared<NV>(b, sm.norm.z + min(lane >> 2, T - 1) * InputNorm::STRIDE, warp * NV,
-                           lane);
-#pragma unroll
-    for (int d = 0; d < TILES; d++)
-      if (d < count) {
-        Tile tile = zero_tile();
-        multiply_shared<NV>(tile, sm.weights + d * TILE_BYTES, b, warp * NV, lane);
-        store_tile(sm.partial + (d * LIVE_WARPS + warp) * 128, tile, lane);
-      }
+    if (count == TILES)
+      project<TILES>(sm, tiles, sm.partial, warp, lane);
+    else
+      project<(TILES > 1 ? TILES - 1 : 1)>(sm, tiles, sm.partial, warp, lane);
   }
   __syncthreads();
+  if (piece >= count) return;  // whole warps
 
   float low = 0, high = 0;
   Finish f = {0, 0, 0, 0, 1, NOT_STORED};
@@ -137,9 +180,6 @@ extern "C" __global__ void __maxnreg__(56)
     low = round_bf16(strided_sum<LIVE_WARPS>(p, 128) * f.unit);
     high = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * f.unit);
   }
-#if CLUSTER > 1
-  cluster_wait();
-#endif
   if (is_value) {
     if (f.row != NOT_STORED) {
       *(bf16*)(v_cache + f.row) = to_bf16(low);
@@ -150,24 +190,26 @@ extern "C" __global__ void __maxnreg__(56)
   float squares = fmaf(high, high, low * low);
 #pragma unroll
   for (int o = 1; o < 8; o <<= 1) squares += __shfl_xor_sync(INK_FULL_WARP, squares, o);
-  float* mine = sm.squares + (first + piece) * MAX_TOKENS + token;
-  if (busy && (tid & 7) == 0) {
-#if CLUSTER > 1
-#pragma unroll
-    for (int r = 0; r < CLUSTER; r++) store_to_block(mine, r, squares);
-#else
-    *mine = squares;
-#endif
+  // Lane i of eight gives tile i's sum: the own one, or what its block hands over.
+  if (busy) {
+    if ((tid & 7) == tile) {
+      store_relaxed(words + tile, (u64)number << 32 | __float_as_uint(squares));
+    } else {
+      u64 word = 0;
+      u32 spins = 0;
+      while ((u32)((word = load_relaxed(words + (tid & 7))) >> 32) != number)
+        if (++spins == INK_SPIN_LIMIT) {
+          report_error(error, ERROR_SENTINEL);
+          break;
+        }
+      squares = __uint_as_float((u32)word);
+    }
   }
-#if CLUSTER > 1
-  cluster_arrive();
-  cluster_wait();
-#else
-  __syncthreads();
-#endif
-  if (!busy || token >= T) return;
-  const float mean = strided_sum<HEAD_TILES>(sm.squares + token, MAX_TOKENS) * (1.f / HEAD);
-  const float r = rsqrt_approx(mean + eps);
+  __syncwarp();
+#pragma unroll
+  for (int o = 1; o < 8; o <<= 1) squares += __shfl_xor_sync(INK_FULL_WARP, squares, o);
+  if (!busy) return;
+  const float r = rsqrt_approx(squares * (1.f / HEAD) + eps);
   low = round_bf16(low * r * f.norm_low);
   high = round_bf16(high * r * f.norm_high);
 #if ROPE

@@ -30,46 +30,72 @@ struct RouteView {
   int num_experts;
 };
 
-// Lane k < TOP_K: expert of rank k and its weight.
-INK_DEVICE void top_experts(const bf16* logits, int lane, int& expert, float& weight) {
+// Eight logits of each lane as numbers that order as they do, ties to the lowest index: (bits of
+// the logit made to rise with it, 255 - index).
+struct Keys {
   u32 key[8];
-  const bool live = lane * 8 < EXPERTS;
-  const uint4 v = live ? load_act16(logits + lane * 8) : make_uint4(0, 0, 0, 0);
+};
+INK_DEVICE uint4 load_logits(const bf16* logits, int lane) {
+  return lane * 8 < EXPERTS ? load_act16(logits + lane * 8) : make_uint4(0, 0, 0, 0);
+}
+INK_DEVICE Keys keys_of(uint4 v, int lane) {
   const u32 words[4] = {v.x, v.y, v.z, v.w};
+  Keys keys;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {  // (bits that order as the logits do, 255 - index)
+  for (int i = 0; i < 8; i++) {
     u32 h = (words[i >> 1] >> (16 * (i & 1))) & 0xFFFF;
     h = h & 0x8000 ? ~h & 0xFFFF : h | 0x8000;
-    key[i] = live ? h << 8 | (255 - (lane * 8 + i)) : 0;
+    keys.key[i] = lane * 8 < EXPERTS ? h << 8 | (255 - (lane * 8 + i)) : 0;
   }
+  return keys;
+}
+// The largest key of the warp, which is taken out.
+INK_DEVICE u32 take_largest(Keys& keys) {
+  u32(&key)[8] = keys.key;
+  u32 best = max(max(max(key[0], key[1]), max(key[2], key[3])),
+                 max(max(key[4], key[5]), max(key[6], key[7])));
+  best = __reduce_max_sync(INK_FULL_WARP, best);
+#pragma unroll
+  for (int i = 0; i < 8; i++) key[i] = key[i] == best ? 0 : key[i];
+  return best;
+}
+INK_DEVICE int expert_of(u32 key) {
+  return min(255 - (int)(key & 255), EXPERTS - 1);  // within bounds whatever the logits are
+}
+
+// Lane k < TOP_K: expert of rank k and its weight, for kernels that ask for it.
+template <bool WITH_WEIGHT>
+INK_DEVICE void top_experts(const bf16* logits, int lane, int& expert, float& weight) {
+  Keys keys = keys_of(load_logits(logits, lane), lane);
   u32 mine = 0;
 #pragma unroll
   for (int k = 0; k < TOP_K; k++) {
-    u32 best = max(max(max(key[0], key[1]), max(key[2], key[3])),
-                   max(max(key[4], key[5]), max(key[6], key[7])));
-    best = __reduce_max_sync(INK_FULL_WARP, best);
+    const u32 best = take_largest(keys);
     if (lane == k) mine = best;
-#pragma unroll
-    for (int i = 0; i < 8; i++) key[i] = key[i] == best ? 0 : key[i];
   }
-  u32 h = mine >> 8;
-  h = h & 0x8000 ? h & 0x7FFF : ~h & 0xFFFF;
-  const float s = lane < TOP_K ? 1.f / (1.f + expf(-to_float((bf16)h))) : 0.f;
-  float sum = 0;
+  expert = expert_of(mine);
+  weight = 0;
+  if (WITH_WEIGHT) {
+    u32 h = mine >> 8;
+    h = h & 0x8000 ? h & 0x7FFF : ~h & 0xFFFF;
+    const float s = lane < TOP_K ? 1.f / (1.f + expf(-to_float((bf16)h))) : 0.f;
+    float sum = 0;
 #pragma unroll
-  for (int k = 0; k < TOP_K; k++) sum += __shfl_sync(INK_FULL_WARP, s, k);
-  expert = min(255 - (int)(mine & 255), EXPERTS - 1);  // within bounds whatever the logits are
-  weight = round_bf16(s / (sum + 1e-20f));
+    for (int k = 0; k < TOP_K; k++) sum += __shfl_sync(INK_FULL_WARP, s, k);
+    weight = round_bf16(s / (sum + 1e-20f));
+  }
 }
 
-// ROUTE_WARPS * 32 threads. For more than one token it contains block barriers; for one token, data
-// under `index` and `weight` may be read after the next block barrier.
+// At least ROUTE_WARPS * 32 threads; for one token, just so many. For more than one token it
+// contains block barriers; for one token, data under `index` and `weight` may be read after the
+// next block barrier.
+template <bool WITH_WEIGHT>
 INK_DEVICE RouteView route(const bf16* logits, int T, Route& r) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   int expert;
   float weight;
   if (T == 1) {
-    top_experts(logits, lane, expert, weight);
+    top_experts<WITH_WEIGHT>(logits, lane, expert, weight);
     if (lane < TOP_K) {
       r.solo_expert[warp][lane] = expert;
       *(uint2*)r.solo_rank[warp][lane] = make_uint2(0xFFFFFF00u | lane, 0xFFFFFFFFu);
@@ -86,7 +112,7 @@ INK_DEVICE RouteView route(const bf16* logits, int T, Route& r) {
   for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += ROUTE_WARPS * 32)
     ((u32*)r.rank)[i] = 0xFFFFFFFFu;
   if (warp < T) {
-    top_experts(logits + warp * EXPERTS, lane, expert, weight);
+    top_experts<WITH_WEIGHT>(logits + warp * EXPERTS, lane, expert, weight);
     if (lane < TOP_K) {
       r.chosen[warp][lane] = expert;
       r.weight[warp][lane] = weight;

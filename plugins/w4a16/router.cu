@@ -8,8 +8,7 @@ constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR
 constexpr int TILE_BYTES = tile_bytes(HIDDEN), BLOCKS = SHARED_WIDTH / 8;
 constexpr int ROUTER_ROWS = (EXPERTS + BLOCKS - 1) / BLOCKS;
 static_assert(ROUTER_ROWS <= 8, "a block takes at most 8 router rows");
-// Without a delta, eight rows at once would not fit the registers.
-using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA ? MAX_TOKENS : 4, HAS_DELTA>;
+using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA>;
 
 struct Shared {
   alignas(128) u8 weights[TILE_BYTES];
@@ -23,7 +22,8 @@ struct Shared {
 extern "C" __global__ void __maxnreg__(56)
     router(const bf16* x, const bf16* delta, const bf16* norm_weight, const bf16* router_weight,
            const u8* weights, const float* scale, bf16* residual, bf16* z, bf16* logits,
-           bf16* hidden, int* error, int T, float eps) {
+           bf16* hidden, int* error, int num_rows, float eps) {
+  const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2;
   const int rows = min(ROUTER_ROWS, EXPERTS - (int)blockIdx.x * ROUTER_ROWS);  // may be negative

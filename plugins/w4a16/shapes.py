@@ -9,6 +9,8 @@ from inkrt.errors import BuildError
 
 MAX_TOKENS = 8
 MAX_SMEM = 227 * 1024
+LARGE_BLOCK = 116 * 1024  # more than half of an SM's shared memory
+MULTIPROCESSORS = 132
 MAX_NORM_WIDTH = 2048
 HEAD = 128
 PAGE = 64
@@ -103,24 +105,19 @@ def struct_bytes(*members: tuple[int, int]) -> int:
     return -(-size // largest) * largest
 
 
-def norm_bytes(hidden: int, threads: int) -> int:
+def norm_bytes(hidden: int) -> int:
     """`Norm::Memory`."""
-    parts = -(-hidden // (threads * 4))
-    return struct_bytes(
-        (MAX_TOKENS * (hidden + 8) * 2, 16),
-        (MAX_TOKENS * (threads // 32) * 4, 16),
-        (parts * threads * 8, 16),
-    )
+    return struct_bytes((MAX_TOKENS * (hidden + 8) * 2, 16), (MAX_TOKENS * 32, 16), (4096, 16))
 
 
-def qkv_bytes(dims: Dims, cluster: int) -> int:
+def qkv_bytes(dims: Dims, blocks: int) -> int:
     """`Shared` of qkv.cu."""
-    tiles = -(-8 // cluster)
+    tiles = -(-(dims.heads + 2 * dims.kv_heads) * 8 // blocks)
+    staged = [] if dims.bf16 else [(tiles * dims.tile_bytes(dims.hidden), 128)]
     return struct_bytes(
-        (tiles * dims.tile_bytes(dims.hidden), 128),
-        (norm_bytes(dims.hidden, 512), 16),
+        *staged,
+        (norm_bytes(dims.hidden), 16),
         (tiles * live_warps(dims.hidden, 16) * 512, 16),
-        (8 * MAX_TOKENS * 4, 16),
         (tiles * 64 * 32, 8),
         (8, 8),
     )
@@ -142,7 +139,7 @@ def router_bytes(dims: Dims) -> int:
     return struct_bytes(
         (dims.tile_bytes(dims.hidden), 128),
         (router_rows(dims) * dims.hidden * 2, 128),
-        (norm_bytes(dims.hidden, 512), 16),
+        (norm_bytes(dims.hidden), 16),
         (warps * 512, 16),
         (warps * 256, 16),
         (8, 8),
@@ -158,14 +155,13 @@ def route_members(dims: Dims) -> list[tuple[int, int]]:
     ]  # fmt: skip
 
 
-def gate_up_bytes(dims: Dims, depth: int) -> int:
+def gate_up_bytes(dims: Dims, warps: int, depth: int, *, one_token: bool) -> int:
     """`Shared` of gate_up.cu."""
-    slots = MAX_TOKENS * dims.top_k
+    partial = depth * live_warps(dims.hidden, warps) * 512
+    if one_token:
+        return struct_bytes((partial, 16), (dims.experts * 4, 4), (depth * 4, 4))
     return struct_bytes(
-        (2 * depth * live_warps(dims.hidden, 8) * 512, 16),
-        (struct_bytes(*route_members(dims)), 8),
-        (slots * 4, 4),
-        (256, 4),
+        (2 * partial, 16), (dims.experts * 4, 4), (struct_bytes(*route_members(dims)), 8)
     )
 
 
@@ -179,5 +175,5 @@ def stream_bytes(dims: Dims, depth: int, *, norm: bool) -> int:
     """`Shared` of stream.cu."""
     members = [(2 * depth * live_warps(dims.hidden, 8) * 512, 16)]
     if norm:
-        members.append((norm_bytes(dims.hidden, 256), 16))
+        members.append((norm_bytes(dims.hidden), 16))
     return struct_bytes(*members, (256, 4), (256, 4))

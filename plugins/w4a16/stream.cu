@@ -8,10 +8,10 @@
 // Rows at and above DIM_N are padding of the last tile.
 #include "w4a16.cuh"
 
-constexpr int WARPS = 8, THREADS = WARPS * 32, BATCH = 4;
+constexpr int WARPS = 8, THREADS = WARPS * 32;
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN), NUM_TILES = (DIM_N + 15) / 16;
-using InputNorm = Norm<HIDDEN, THREADS, BATCH, HAS_DELTA>;
+using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA>;
 
 struct Shared {
   alignas(16) float partial[2][DEPTH]
@@ -32,8 +32,9 @@ INK_DEVICE void keep_better(float& best, int& row, float y, int n) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     stream(const bf16* x, const bf16* delta, const bf16* norm_weight, const u8* weights,
-           const float* scale, void* out, float* best_out, int* row_out, bf16* residual, int T,
-           float eps) {
+           const float* scale, void* out, float* best_out, int* row_out, bf16* residual,
+           int num_rows, float eps) {
+  const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, stride = gridDim.x;
   const bool live = warp < LIVE_WARPS;

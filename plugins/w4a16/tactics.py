@@ -5,10 +5,12 @@ the names used here) and take the result as it is. Two rules bind a plan:
 
 * `residual` outputs must not share memory with `x` or `delta`: every block still reads those.
 * position, slot and page table must not change during a step: `qkv` reads them before its wait.
+* one step at a time on a GPU: blocks of `qkv` wait for each other, so all must find a place.
 
-The classes: blocks of qkv and linear take more than half of an SM's shared memory and few
-registers, those of the router more than half of the registers. So two blocks of one kernel never
-share an SM while another SM idles, and a block of the next kernel still fits beside each.
+The classes: blocks of qkv, linear and (one token) gate_up take more than half of an SM's shared
+memory and few registers, those of the router more than half of the registers. So two blocks of one
+kernel never share an SM while another SM idles, and a block of the next kernel still fits beside
+each.
 """
 
 from inkrt.plugins.tactic import Float32, Int32, Output, Pointer, Scratch, Tactic
@@ -25,8 +27,10 @@ from inkrt.plugins.w4a16.launches import (
 from inkrt.plugins.w4a16.moe_tactics import moe
 from inkrt.plugins.w4a16.shapes import (
     HEAD,
+    LARGE_BLOCK,
     MAX_NORM_WIDTH,
-    MAX_SMEM,
+    MAX_TOKENS,
+    MULTIPROCESSORS,
     PAGE,
     Dims,
     check_smem,
@@ -40,8 +44,8 @@ from inkrt.plugins.w4a16.shapes import (
 
 __all__ = ["Names", "dense_gate_up", "dense_mlp", "embed", "linear", "lm_head", "moe", "qkv"]
 
-_LARGE_BLOCK = 116 * 1024  # more than half of an SM's shared memory
-_HEAD_BLOCKS = 264  # two for each of 132 SMs
+_HEAD_BLOCKS = 2 * MULTIPROCESSORS
+_QKV_TILES = 3
 
 
 def qkv(
@@ -52,7 +56,7 @@ def qkv(
     rope_theta: float | None,
     ring_rows: int,
     has_delta: bool = True,
-    cluster: int | None = None,
+    blocks: int | None = None,
     names: Names | None = None,
 ) -> Tactic:
     """Residual add, norm, q/k/v projection, head norms, rotary positions, cache write.
@@ -64,8 +68,8 @@ def qkv(
         rope_theta: base of the rotary frequencies; None for a layer without positions.
         ring_rows: rows of a slot of a ring cache, a multiple of 64; 0 for a paged cache.
         has_delta: whether `delta` is added; else it may be any pointer.
-        cluster: blocks that share one head, 1 to 8; None for 3 or, if its shared memory is too
-            small for that, the next that fits.
+        blocks: of the launch, at most 132, because they wait for each other; None for three row
+            tiles a block, if that is not more.
         names: parameters x, delta bf16 [T, H]; norm_weight bf16 [H]; codes, scales: the rows of q,
             k and v, in the checkpoint's order; global_scale float32 [1]; q_norm, k_norm bf16 [128];
             k_cache, v_cache as `qkv.cu` says; where: slot int32 [1] of a ring, else the page table;
@@ -77,20 +81,20 @@ def qkv(
     """
     check_tokens("qkv", num_tokens)
     check_width("qkv", "hidden", dims.hidden, MAX_NORM_WIDTH)
-    if cluster is None:
-        fitting = [size for size in (3, 4, 8) if qkv_bytes(dims, size) <= MAX_SMEM]
-        cluster = fitting[0] if fitting else 8
-    require(1 <= cluster <= 8, "qkv", f"cluster={cluster}, expected 1 to 8")
     require(ring_rows % PAGE == 0, "qkv", f"ring_rows={ring_rows}, expected a multiple of {PAGE}")
     heads = dims.heads + 2 * dims.kv_heads
+    if blocks is None:
+        blocks = min(MULTIPROCESSORS, -(-heads * HEAD // (16 * _QKV_TILES)))
+    least = max(num_tokens, heads)  # a block has threads for eight tiles, which are one head
     require(
-        heads * cluster >= num_tokens,
+        least <= blocks <= min(MULTIPROCESSORS, heads * HEAD // 16),
         "qkv",
-        f"{heads} heads in clusters of {cluster}, expected at least T={num_tokens} blocks",
+        f"{blocks} blocks for {heads} heads and T={num_tokens}, expected {least} to "
+        f"{min(MULTIPROCESSORS, heads * HEAD // 16)}",
     )
     defines: list[tuple[str, int | float | str]] = [
         ("HIDDEN", dims.hidden), ("HEADS", dims.heads), ("KV_HEADS", dims.kv_heads),
-        ("CLUSTER", cluster), ("RING", ring_rows), ("HAS_DELTA", int(has_delta)),
+        ("BLOCKS", blocks), ("RING", ring_rows), ("HAS_DELTA", int(has_delta)),
         ("ROPE", int(rope_theta is not None)), *variant(dims, num_tokens),
     ]  # fmt: skip
     if rope_theta is not None:
@@ -98,19 +102,25 @@ def qkv(
     kernel = launch(
         "qkv",
         defines,
-        blocks=heads * cluster,
+        blocks=blocks,
         threads=512,
-        smem=max(check_smem("qkv", qkv_bytes(dims, cluster)), _LARGE_BLOCK),
-        cluster=cluster,
+        smem=max(check_smem("qkv", qkv_bytes(dims, blocks)), LARGE_BLOCK),
         params=params_of(
             "x delta norm_weight codes global_scale q_norm k_norm k_cache v_cache where position "
-            "num_tokens q residual error T eps",
+            "num_tokens q residual exchange error T eps",
             names,
-            {"q": Output(0), "residual": Output(1), "T": Int32(num_tokens), "eps": Float32(eps)},
+            {
+                "q": Output(0),
+                "residual": Output(1),
+                # Launch number and sum of squares of each head, token and tile.
+                "exchange": Scratch("exchange", heads * MAX_TOKENS * 64, fill=0),
+                "T": Int32(num_tokens),
+                "eps": Float32(eps),
+            },
         ),
     )
     return tactic_of(
-        f"w4a16_qkv_cluster{cluster}",
+        f"w4a16_qkv_{blocks}",
         dims,
         (kernel,),
         rows_by_k=heads * HEAD * dims.hidden,
@@ -134,7 +144,7 @@ def linear(
         [("DIM_N", rows), ("DIM_K", width), *variant(dims, num_tokens)],
         blocks=-(-rows // 16),
         threads=512,
-        smem=max(check_smem("linear", linear_bytes(dims, width)), _LARGE_BLOCK),
+        smem=max(check_smem("linear", linear_bytes(dims, width)), LARGE_BLOCK),
         params=params_of(
             "x codes global_scale y error T", names, {"y": Output(0), "T": Int32(num_tokens)}
         ),

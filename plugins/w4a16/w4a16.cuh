@@ -22,6 +22,11 @@
 #ifndef WEIGHTS
 #define WEIGHTS 0  // 0: NVFP4, 1: bf16
 #endif
+// A step of one token has code of its own: what only more tokens need costs it issue slots. Bits
+// are the same.
+#ifndef ONE_TOKEN
+#define ONE_TOKEN 0
+#endif
 
 constexpr int MAX_TOKENS = 8;
 constexpr int VECTOR_K = 64, CHUNK_VECTORS = 4;
@@ -195,24 +200,36 @@ INK_DEVICE void multiply_fragment(Tile& t, const Fragment<NV>& f, const Activati
   for (int i = 0; i < NV; i++) multiply(t, f.codes[i], f.scale(i), b.v[i]);
 }
 
-// The row tile lies in shared memory; its registers live for one vector only.
+// N row tiles that lie one after the other in shared memory; the registers of their weights live
+// for one vector only.
+template <int N, int NV>
+INK_DEVICE void multiply_shared(Tile (&t)[N], const u8* tiles, int tile_stride,
+                                const Activations<NV>& b, int first, int lane) {
+#pragma unroll
+  for (int i = 0; i < NV; i++) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const u8* tile = tiles + n * tile_stride;
+      const u8* p = vector_codes(tile, first + i, lane);
+      Codes codes;
+      Scales s = {0, 0};
+#if WEIGHTS == 0
+      codes.w = *(const uint4*)p;
+      s = scales_of<0>(*(const u16*)vector_scales(tile, first + i, lane));
+#else
+#pragma unroll
+      for (int m = 0; m < 4; m++) codes.w[m] = *(const uint4*)(p + m * 512);
+#endif
+      multiply(t[n], codes, s, b.v[i]);
+    }
+  }
+}
 template <int NV>
 INK_DEVICE void multiply_shared(Tile& t, const u8* tile, const Activations<NV>& b, int first,
                                 int lane) {
-#pragma unroll
-  for (int i = 0; i < NV; i++) {
-    const u8* p = vector_codes(tile, first + i, lane);
-    Codes codes;
-    Scales s = {0, 0};
-#if WEIGHTS == 0
-    codes.w = *(const uint4*)p;
-    s = scales_of<0>(*(const u16*)vector_scales(tile, first + i, lane));
-#else
-#pragma unroll
-    for (int m = 0; m < 4; m++) codes.w[m] = *(const uint4*)(p + m * 512);
-#endif
-    multiply(t, codes, s, b.v[i]);
-  }
+  Tile one[1] = {t};
+  multiply_shared<1, NV>(one, tile, 0, b, first, lane);
+  t = one[0];
 }
 
 // ---- sums over the warps of a block ----
@@ -246,114 +263,105 @@ INK_DEVICE float four_sums(const float (&v)[4], int lane) {
   return c;
 }
 
-// s = x + delta;  z = bf16(s * rsqrt(mean s^2 + eps) * w) from the unrounded s.  THREADS threads,
-// BATCH tokens at a time; a thread owns elements 4 tid .. + 3 of every 4 THREADS. z goes to shared
-// memory with row stride H + 8 (no bank conflicts for B operands); rows T and above are left as
-// they are.
-template <int H, int THREADS, int BATCH, bool DELTA>
+// s = x + delta;  z = bf16(s * rsqrt(mean s^2 + eps) * w) from the unrounded s, for H <= 2048.
+// Every 256 threads are a group that takes each GROUPS-th token, eight elements a thread. z goes to
+// shared memory with row stride H + 8 (no bank conflicts for B operands); rows T and above are left
+// as they are.
+template <int H, int THREADS, bool DELTA>
 struct Norm {
-  static constexpr int STRIDE = H + 8, WARPS = THREADS / 32;
-  static constexpr int PARTS = (H + THREADS * 4 - 1) / (THREADS * 4);
-  // Shared memory. Each thread keeps its own weights there: registers are short.
-  struct Memory {
+  static constexpr int STRIDE = H + 8, GROUPS = THREADS / 256, GROUP_WARPS = 8;
+  static constexpr int BATCH = ONE_TOKEN ? 1 : 4;  // tokens of a group at once
+  static_assert(H <= 2048 && H % 8 == 0 && THREADS % 256 == 0, "eight elements a thread");
+  struct Memory {  // shared memory
     alignas(16) bf16 z[MAX_TOKENS * STRIDE];
-    alignas(16) float sums[MAX_TOKENS * WARPS];
-    alignas(16) uint2 weight[PARTS * THREADS];
+    alignas(16) float sums[MAX_TOKENS * GROUP_WARPS];
+    alignas(16) uint4 weight[256];
   };
 
   static INK_DEVICE void load_weight(Memory& m, const bf16* weight) {
-#pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-      const int j = i * THREADS + threadIdx.x;
-      if (j * 4 < H) m.weight[j] = load_weight8(weight + j * 4);
-    }
+    const int tid = threadIdx.x;
+    if (tid < 256 && tid * 8 < H) m.weight[tid] = load_weight16(weight + tid * 8);
   }
 
   // residual and z_out (may be null): where row `own` of bf16(s) and of z go; own < 0 for none.
   static INK_DEVICE void run(Memory& m, const bf16* x, const bf16* delta, float eps, bf16* residual,
                              bf16* z_out, int T, int own) {
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    const int lane = threadIdx.x & 31, group = GROUPS == 1 ? 0 : threadIdx.x >> 8;
+    const int place = threadIdx.x & 255, k = place * 8;
+    const int end = ONE_TOKEN || BATCH * GROUPS >= MAX_TOKENS ? 1 : T;
 #pragma unroll 1
-    for (int t0 = 0; t0 < T; t0 += BATCH) {
-      float s[BATCH][PARTS][4];
+    for (int t0 = 0; t0 < end; t0 += BATCH * GROUPS) {
+      const int first = t0 + group;  // this thread's tokens are first + q GROUPS
+      float s[BATCH][8];
 #pragma unroll
       for (int q = 0; q < BATCH; q++) {
-#pragma unroll
-        for (int i = 0; i < PARTS; i++) {
-          const int k = (i * THREADS + tid) * 4;
-          const bool live = t0 + q < T && k < H;
-          uint2 a = make_uint2(0, 0), d = a;
-          if (live) a = load_act8(x + (t0 + q) * H + k);
-          if (DELTA && live) d = load_act8(delta + (t0 + q) * H + k);
-          // As bits until all loads are on their way.
-          s[q][i][0] = __uint_as_float(a.x), s[q][i][1] = __uint_as_float(a.y);
-          s[q][i][2] = __uint_as_float(d.x), s[q][i][3] = __uint_as_float(d.y);
-        }
+        const int token = first + q * GROUPS;
+        const bool live = token < T && k < H;
+        uint4 a = make_uint4(0, 0, 0, 0), d = a;
+        if (live) a = load_act16(x + token * H + k);
+        if (DELTA && live) d = load_act16(delta + token * H + k);
+        // As bits until all loads are on their way.
+        s[q][0] = __uint_as_float(a.x), s[q][1] = __uint_as_float(a.y);
+        s[q][2] = __uint_as_float(a.z), s[q][3] = __uint_as_float(a.w);
+        s[q][4] = __uint_as_float(d.x), s[q][5] = __uint_as_float(d.y);
+        s[q][6] = __uint_as_float(d.z), s[q][7] = __uint_as_float(d.w);
       }
+      float squares[4] = {0, 0, 0, 0};
 #pragma unroll
-      for (int q0 = 0; q0 < BATCH; q0 += 4) {
-        float squares[4];
+      for (int q = 0; q < BATCH; q++) {
+        float v[8];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int q = q0 + j;
-          squares[j] = 0;
-          if (q > 0 && T == 1) continue;  // nothing but time
-#pragma unroll
-          for (int i = 0; i < PARTS; i++) {
-            const u32 a0 = __float_as_uint(s[q][i][0]), a1 = __float_as_uint(s[q][i][1]);
-            const u32 d0 = __float_as_uint(s[q][i][2]), d1 = __float_as_uint(s[q][i][3]);
-            s[q][i][0] = DELTA ? low_float(a0) + low_float(d0) : low_float(a0);
-            s[q][i][1] = DELTA ? high_float(a0) + high_float(d0) : high_float(a0);
-            s[q][i][2] = DELTA ? low_float(a1) + low_float(d1) : low_float(a1);
-            s[q][i][3] = DELTA ? high_float(a1) + high_float(d1) : high_float(a1);
-#pragma unroll
-            for (int e = 0; e < 4; e++) squares[j] = fmaf(s[q][i][e], s[q][i][e], squares[j]);
-          }
+        for (int i = 0; i < 4; i++) {
+          const u32 a = __float_as_uint(s[q][i]), d = __float_as_uint(s[q][4 + i]);
+          v[2 * i] = DELTA ? low_float(a) + low_float(d) : low_float(a);
+          v[2 * i + 1] = DELTA ? high_float(a) + high_float(d) : high_float(a);
         }
-        if (T == 1) {
-          if (q0 == 0) {
-            const float sum = warp_sum(squares[0]);
-            if (lane == 0) m.sums[warp] = sum;
-          }
-        } else {
-          const float sum = four_sums(squares, lane);
-          if ((lane & 7) == 0) m.sums[(t0 + q0 + (lane >> 3)) * WARPS + warp] = sum;
+        float even = 0, odd = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          s[q][i] = v[i];
+          (i & 1 ? odd : even) = fmaf(v[i], v[i], i & 1 ? odd : even);
         }
+        squares[q] = even + odd;
       }
+      float* sums = m.sums + first * GROUP_WARPS + (place >> 5);
+#if ONE_TOKEN
+      if (group == 0) {
+        const float sum = warp_sum(squares[0]);
+        if (lane == 0) *sums = sum;
+      }
+#else
+      const float sum_of_warp = four_sums(squares, lane);
+      if ((lane & 7) == 0) sums[(lane >> 3) * GROUPS * GROUP_WARPS] = sum_of_warp;
+#endif
       __syncthreads();
-      // LANES lanes hold one token's sum each; the others repeat them.
-      constexpr int LANES = WARPS / 4;
-      const float4 four = ((const float4*)(m.sums + t0 * WARPS))[lane % (BATCH * LANES)];
+      // Lanes 2q and 2q + 1 (and their repetitions) add up the sums of token q.
+      const int q_of_lane = ONE_TOKEN ? 0 : lane >> 1 & 3;
+      const int token_of_lane = ONE_TOKEN ? 0 : first + q_of_lane * GROUPS;
+      const float4 four = ((const float4*)(m.sums + token_of_lane * GROUP_WARPS))[lane & 1];
       float sum = (four.x + four.y) + (four.z + four.w);
-#pragma unroll
-      for (int o = 1; o < LANES; o <<= 1) sum += __shfl_xor_sync(INK_FULL_WARP, sum, o);
+      sum += __shfl_xor_sync(INK_FULL_WARP, sum, 1);
       const float inverse = rsqrt_approx(sum * (1.f / H) + eps);
+      const uint4 w = m.weight[place];
 #pragma unroll
-      for (int q = 0; q < BATCH; q++)
-        if (t0 + q < T) {
-          const float r = __shfl_sync(INK_FULL_WARP, inverse, q * LANES);
-#pragma unroll
-          for (int i = 0; i < PARTS; i++) {
-            const int k = (i * THREADS + tid) * 4;
-            const float* v = s[q][i];
-            const uint2 w = m.weight[i * THREADS + tid];
-            const uint2 z =
-                make_uint2(pack_bf16(v[0] * r * low_float(w.x), v[1] * r * high_float(w.x)),
-                           pack_bf16(v[2] * r * low_float(w.y), v[3] * r * high_float(w.y)));
-            if (k < H) {
-              *(uint2*)(m.z + (t0 + q) * STRIDE + k) = z;
-              if (residual && t0 + q == own)
-                *(uint2*)(residual + own * H + k) =
-                    make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
-            }
-          }
+      for (int q = 0; q < BATCH; q++) {
+        const int token = first + q * GROUPS;
+        const float r = ONE_TOKEN ? inverse : __shfl_sync(INK_FULL_WARP, inverse, 2 * q);
+        if (token >= T || k >= H) continue;
+        const float* v = s[q];
+        const uint4 z =
+            make_uint4(pack_bf16(v[0] * r * low_float(w.x), v[1] * r * high_float(w.x)),
+                       pack_bf16(v[2] * r * low_float(w.y), v[3] * r * high_float(w.y)),
+                       pack_bf16(v[4] * r * low_float(w.z), v[5] * r * high_float(w.z)),
+                       pack_bf16(v[6] * r * low_float(w.w), v[7] * r * high_float(w.w)));
+        *(uint4*)(m.z + token * STRIDE + k) = z;
+        if (token == own) {
+          if (residual)
+            *(uint4*)(residual + token * H + k) =
+                make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
+                           pack_bf16(v[6], v[7]));
+          if (z_out) *(uint4*)(z_out + token * H + k) = z;
         }
-    }
-    if (z_out && own >= 0) {  // each thread's own elements
-#pragma unroll
-      for (int i = 0; i < PARTS; i++) {
-        const int k = (i * THREADS + tid) * 4;
-        if (k < H) *(uint2*)(z_out + own * H + k) = *(const uint2*)(m.z + own * STRIDE + k);
       }
     }
     __syncthreads();

@@ -52,10 +52,10 @@ def test_linear_and_embed(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("dims", [TINY, MIDDLE], ids=["tiny", "middle"])
-def test_experts(folder: Path, dims: Dims, reverse: bool) -> None:
+@pytest.mark.parametrize(("dims", "warps"), [(TINY, 16), (MIDDLE, 16), (MIDDLE, 8)])
+def test_experts(folder: Path, dims: Dims, warps: int, reverse: bool) -> None:
     check, failed = checks(folder, dims, reverse=reverse)
-    check.moe(has_delta=not reverse, ties=reverse)
+    check.moe(has_delta=not reverse, warps=warps, ties=reverse)
     assert failed == []
 
 
@@ -86,6 +86,6 @@ def test_dense(folder: Path) -> None:
 def test_bf16_weights(folder: Path) -> None:
     check, failed = checks(folder, dataclasses.replace(TINY, bf16=True))
     check.qkv(**qkv_cases(TINY)[-1])
-    check.moe(has_delta=True, ties=False)
+    check.moe(has_delta=True, warps=16, ties=False)
     check.lm_head(**HEAD_CASES[0])
     assert failed == []

@@ -176,8 +176,9 @@ def test_packings_know_their_size() -> None:
         (lambda: qkv(Dims(hidden=4608)), "up to 2048"),
         (lambda: qkv(FLINT, tokens=9), "T=9, expected 1 to 8"),
         (lambda: qkv(FLINT, ring=100), "ring_rows=100"),
-        (lambda: qkv(FLINT, cluster=9), "cluster=9"),
-        (lambda: qkv(FLINT, cluster=1), "shared memory"),
+        (lambda: qkv(FLINT, blocks=133), "133 blocks for 40 heads and T=1, expected 40 to 132"),
+        (lambda: qkv(FLINT, blocks=40), "shared memory"),
+        (lambda: qkv(TINY, tokens=8, blocks=7), "expected 8 to 32"),
         (lambda: tactics.moe(Dims(experts=260), 1, eps=1e-6), "experts=260"),
         (lambda: tactics.moe(Dims(width=768), 1, eps=1e-6), "width=768"),
         (lambda: tactics.moe(Dims(shared_width=1280), 1, eps=1e-6), "multiple of width"),
@@ -191,8 +192,8 @@ def test_unfit_sizes_are_refused(make: object, message: str) -> None:
         make()
 
 
-def qkv(dims: Dims, *, tokens: int = 1, ring: int = 0, cluster: int | None = None) -> Tactic:
-    return tactics.qkv(dims, tokens, eps=1e-6, rope_theta=1e4, ring_rows=ring, cluster=cluster)
+def qkv(dims: Dims, *, tokens: int = 1, ring: int = 0, blocks: int | None = None) -> Tactic:
+    return tactics.qkv(dims, tokens, eps=1e-6, rope_theta=1e4, ring_rows=ring, blocks=blocks)
 
 
 def kernels(dims: Dims, tokens: int) -> list[KernelLaunch]:
@@ -202,6 +203,7 @@ def kernels(dims: Dims, tokens: int) -> list[KernelLaunch]:
         tactics.qkv(dims, tokens, eps=1e-6, rope_theta=None, ring_rows=576, has_delta=False),
         tactics.linear(dims, tokens, rows=dims.hidden, width=dims.heads * 128),
         tactics.moe(dims, tokens, eps=1e-6),
+        tactics.moe(dims, tokens, eps=1e-6, has_delta=False, warps=8),
         tactics.dense_mlp(dims, tokens, eps=1e-6),
         tactics.lm_head(dims, tokens, eps=1e-6, logits=True, greedy=True),
         tactics.lm_head(dims, tokens, eps=1e-6, logits=False, greedy=True, norm=False),

@@ -66,10 +66,15 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 struct Block;
+struct Publish {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
 struct Thread {
   ucontext_t context;
-  std::vector<char> stack;
   Index index;
+  std::vector<Publish> copies;
   Block* block = nullptr;
   bool done = false;
   u64 cluster_phase = 0;
@@ -97,11 +102,6 @@ struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
   Meeting barrier, wait;
   u64 alive = 0;
-};
-struct Publish {
-  void* to;
-  const void* from;
-  size_t bytes;
 };
 inline Thread* current = nullptr;
 inline ucontext_t scheduler;
@@ -175,15 +175,33 @@ struct Guarded {
   Guarded(const Guarded&) = delete;
   ~Guarded() { munmap(base, whole + PAGE); }
 };
+// Memory of fibers' stacks; pages that none touches cost nothing.
+struct Stacks {
+  static constexpr size_t SIZE = 1 << 16;
+  size_t whole;
+  char* base;
+  explicit Stacks(size_t count) : whole(count * SIZE) {
+    base = (char*)mmap(nullptr, whole, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) fail("no memory for stacks");
+  }
+  Stacks(const Stacks&) = delete;
+  ~Stacks() { munmap(base, whole); }
+};
+// A cluster at a time; `together`: all of them at once, for kernels whose blocks wait for each
+// other.
 inline void launch(unsigned blocks, unsigned threads, unsigned cluster_size, size_t smem_bytes,
-                   int order) {
+                   int order, bool together) {
   grid_size = {blocks, 1, 1};
-  std::vector<std::vector<char>> stacks(threads * cluster_size, std::vector<char>(1 << 16));
-  for (unsigned first = 0; first < blocks; first += cluster_size) {
+  const unsigned at_once = together ? blocks : cluster_size;
+  Stacks stacks(threads * at_once);
+  for (unsigned first = 0; first < blocks; first += at_once) {
     std::vector<std::unique_ptr<Guarded>> areas;
-    Cluster cluster;
+    std::vector<std::unique_ptr<Cluster>> clusters;
     std::vector<Thread*> all;
-    for (unsigned b = 0; b < cluster_size; b++) {
+    for (unsigned b = 0; b < at_once; b++) {
+      if (b % cluster_size == 0) clusters.push_back(std::make_unique<Cluster>());
+      Cluster& cluster = *clusters.back();
       auto block = std::make_unique<Block>();
       block->index = {first + b, 0, 0};
       block->cluster = &cluster;
@@ -196,9 +214,8 @@ inline void launch(unsigned blocks, unsigned threads, unsigned cluster_size, siz
         thread->index = {t, 0, 0};
         thread->block = block.get();
         getcontext(&thread->context);
-        auto& stack = stacks[all.size()];
-        thread->context.uc_stack.ss_sp = stack.data();
-        thread->context.uc_stack.ss_size = stack.size();
+        thread->context.uc_stack.ss_sp = stacks.base + all.size() * Stacks::SIZE;
+        thread->context.uc_stack.ss_size = Stacks::SIZE;
         thread->context.uc_link = nullptr;
         makecontext(&thread->context, enter, 0);
         all.push_back(thread.get());
@@ -208,7 +225,8 @@ inline void launch(unsigned blocks, unsigned threads, unsigned cluster_size, siz
       cluster.blocks.push_back(std::move(block));
     }
     if (order) std::reverse(all.begin(), all.end());
-    for (u64 rounds = 0; cluster.alive; rounds++) {
+    auto is_running = [](const auto& cluster) { return cluster->alive > 0; };
+    for (u64 rounds = 0; std::any_of(clusters.begin(), clusters.end(), is_running); rounds++) {
       if (rounds > 2000000) {
         current = nullptr;
         fail("deadlock");

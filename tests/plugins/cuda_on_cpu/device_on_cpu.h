@@ -71,6 +71,22 @@ static inline int load_act_int(const int* p) {
 static inline float load_act_float(const float* p) {
   return emu_load<float>(p);
 }
+// Whoever waits for a word lets others run.
+static inline u64 load_relaxed(const u64* p) {
+  emu::yield();
+  return emu_load<u64>(p);
+}
+static inline void store_relaxed(u64* p, u64 v) {
+  *p = v;
+}
+// The bytes arrive at the wait.
+static inline void copy_async4(void* to, const void* from) {
+  emu::current->copies.push_back({to, from, 4});
+}
+static inline void copy_async_wait() {
+  for (auto& c : emu::current->copies) memcpy(c.to, c.from, c.bytes);
+  emu::current->copies.clear();
+}
 static inline unsigned char* dynamic_smem() {
   return emu::current->block->smem;
 }
@@ -106,6 +122,7 @@ static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     c[i] += sum;
   }
 }
+#define INK_SPIN_LIMIT (1u << 20)
 enum ErrorCode { ERROR_NONE = 0, ERROR_MBARRIER = 1, ERROR_SENTINEL = 2 };
 static inline void report_error(int* word, int code) {
   if (word) *word = code;

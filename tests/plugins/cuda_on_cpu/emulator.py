@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from w4a16_backend import Buffer
 
-from inkrt.plugins.tactic import KernelLaunch
+from inkrt.plugins.tactic import KernelLaunch, Scratch
 
 _HERE = Path(__file__).parent
 _PLUGINS = _HERE.parents[2] / "plugins"
@@ -70,9 +70,11 @@ class Emulator:
         pointers = (ctypes.c_void_p * len(cells))(
             *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
         )
+        # Blocks of such a kernel wait for each other.
+        scratch = [param.name for param in kernel.params if isinstance(param, Scratch)]
         library.emu_run(
             kernel.grid[0], kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
-            int(self.reverse), pointers,
+            int(self.reverse), int("exchange" in scratch), pointers,
         )  # fmt: skip
 
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:

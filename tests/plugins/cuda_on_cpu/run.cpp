@@ -12,7 +12,7 @@ extern "C" size_t emu_shared_bytes() {
 #endif
 }
 extern "C" void emu_run(unsigned blocks, unsigned threads, unsigned cluster, size_t smem, int order,
-                        void** args) {
+                        int together, void** args) {
   emu::body = [args] { emu::call(KERNEL, args); };
-  emu::launch(blocks, threads, cluster, smem, order);
+  emu::launch(blocks, threads, cluster, smem, order, together);
 }
