@@ -33,10 +33,12 @@ CONFIG = {
 }
 # Launches and logits of a bf16 model that adds in other orders: on this random one, measured on an
 # H200, 1e-2 a launch in front of the first experts and 1.8e-2 of the logits on average. Where two
-# experts are as good as each other, rounding decides, and a row is off by up to 0.11.
+# experts are as good as each other, rounding decides: a row of logits is then off by up to 0.11,
+# the experts' own output in that layer by up to 0.21. A wrong scale, sign or row is off by about 1.
 NEAR = 2e-2
 TYPICAL = 3e-2
 FLIPPED = 0.15
+FLIPPED_LAUNCH = 0.5
 
 
 @pytest.fixture(scope="module", params=["nvfp4", "bf16"])
@@ -75,7 +77,7 @@ def test_every_launch_is_near_the_cpu(engines, width):
     assert len(before) > 15
     assert all(distance.relative_error <= NEAR for distance in before), before
     worst = max(distances, key=lambda distance: distance.relative_error)
-    assert worst.relative_error <= FLIPPED, worst
+    assert worst.relative_error <= FLIPPED_LAUNCH, worst
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 65, 600])
