@@ -16,8 +16,8 @@ import torch
 from graph_run import assert_same_run, copies, run_graph
 from small_flint import inputs_of, rank_states, rank_weights, small_graph, write_small
 from small_model import DECODE, PREFILL40, VERIFY3
-from test_pass_patterns import argument, read_before, tap
-from test_passes import after_passes, history
+from test_pass_patterns import argument, assert_one_stays_unfused, read_before, tap
+from test_passes import after_passes, assert_passes_keep_every_bit, history
 from torch.fx import Node
 
 from inkrt.builder.passes.fuse_flint_moe import fuse_flint_moe
@@ -64,22 +64,7 @@ def test_passes_keep_every_bit(
     weights, states = rank_weights(folders[is_nvfp4], sharding), rank_states(sharding)
     inputs = inputs_of(step.num_tokens, num_tokens)
     graph = small_graph(step, sharding, is_nvfp4=is_nvfp4)
-    expected = None
-    if sharding.tp_size == 1:
-        written = copies(states)
-        expected = (run_graph(graph, weights, written, inputs), written)
-    for _, changed in after_passes(graph):
-        if expected is None:
-            written = copies(states)
-            expected = (run_graph(changed, weights, written, inputs), written)
-            for mine, other in zip(*expected[0], strict=True):
-                assert torch.equal(mine, other)
-        else:
-            assert_same_run(changed, expected, weights, states, inputs)
-    assert expected is not None
-    assert all(torch.isfinite(output).all() for output in expected[0][0])
-    for before, after in zip(states, expected[1], strict=True):
-        assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert_passes_keep_every_bit(graph, weights, states, inputs)
 
 
 @pytest.mark.parametrize("is_nvfp4", [False, True], ids=["plain", "nvfp4"])
@@ -254,11 +239,4 @@ def test_stays_unfused_and_right(
     if operator == "norm_router_shared":
         graph = fuse_flint_moe(graph)
     change(graph)
-    graph.module.graph.lint()
-    written = copies(states)
-    expected = (run_graph(graph, weights, written, inputs), written)
-    name = f"fuse_{operator}"
-    getattr(import_module(f"inkrt.builder.passes.{name}"), name)(graph)
-    graph.module.graph.lint()
-    assert NORMALLY[operator] - len(calls(graph.module.graph, operator)) == 1
-    assert_same_run(graph, expected, weights, states, inputs)
+    assert_one_stays_unfused(graph, operator, NORMALLY[operator], weights, states, inputs)

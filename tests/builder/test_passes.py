@@ -24,6 +24,7 @@ from small_model import (
     rank_weights,
     small_graph,
 )
+from torch import Tensor
 
 from inkrt.builder import dump
 from inkrt.builder.passes import PASSES
@@ -62,6 +63,31 @@ def history(graph: StepGraph) -> str:
     return "\n".join(lines) + "\n"
 
 
+def assert_passes_keep_every_bit(
+    graph: StepGraph,
+    weights: list[dict[str, Tensor]],
+    states: list[dict[str, Tensor]],
+    inputs: dict[str, Tensor],
+) -> None:
+    """Outputs and state; on several ranks from the pass on that adds the ranks' parts up."""
+    expected = None
+    if len(states) == 1:
+        written = copies(states)
+        expected = (run_graph(graph, weights, written, inputs), written)
+    for _, changed in after_passes(graph):
+        if expected is None:
+            written = copies(states)
+            expected = (run_graph(changed, weights, written, inputs), written)
+            for mine, other in zip(*expected[0], strict=True):
+                assert torch.equal(mine, other)
+        else:
+            assert_same_run(changed, expected, weights, states, inputs)
+    assert expected is not None
+    assert all(torch.isfinite(output).all() for output in expected[0][0])
+    for before, after in zip(states, expected[1], strict=True):
+        assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize(
     ("step", "tp_size"), SHOWN, ids=lambda value: getattr(value, "name", value)
 )
@@ -91,22 +117,7 @@ def test_passes_keep_every_bit(
     weights = rank_weights(checkpoint, tp_size, moe_split)
     states, inputs = rank_states(tp_size), step_inputs(step.num_tokens, num_tokens)
     graph = small_graph(step, tp_size, moe_split)
-    expected = None
-    if tp_size == 1:
-        written = copies(states)
-        expected = (run_graph(graph, weights, written, inputs), written)
-    for _, changed in after_passes(graph):
-        if expected is None:
-            written = copies(states)
-            expected = (run_graph(changed, weights, written, inputs), written)
-            for mine, other in zip(*expected[0], strict=True):
-                assert torch.equal(mine, other)
-        else:
-            assert_same_run(changed, expected, weights, states, inputs)
-    assert expected is not None
-    assert all(torch.isfinite(output).all() for output in expected[0][0])
-    for before, after in zip(states, expected[1], strict=True):
-        assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert_passes_keep_every_bit(graph, weights, states, inputs)
 
 
 @pytest.mark.parametrize("moe_split", ["experts", "width"])
