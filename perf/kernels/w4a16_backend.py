@@ -3,6 +3,7 @@
 The GPU is one (w4a16_gpu.py); the tests bring another, which runs the same kernels on the CPU.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,6 +56,18 @@ class Backend(Protocol):
     ) -> None:
         """Run a kernel; `late` are the buffers that a predecessor would write until the wait."""
         ...
+
+
+def kernel_cells(
+    values: Sequence[Buffer | int | float],
+) -> list[ctypes.c_void_p | ctypes.c_float | ctypes.c_int]:
+    """Values of a kernel's parameters as C has them: addresses, float32, int32."""
+    return [
+        ctypes.c_void_p(v.address) if isinstance(v, Buffer)
+        else ctypes.c_float(v) if isinstance(v, float)
+        else ctypes.c_int(v)
+        for v in values
+    ]  # fmt: skip
 
 
 def empty(backend: Backend, num_bytes: int, fill: int = POISON) -> Buffer:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from w4a16_backend import Buffer
+from w4a16_backend import Buffer, kernel_cells
 
 from inkrt.builder.compile import PLUGIN_FOLDER, compile_cubin
 from inkrt.plugins.tactic import KernelLaunch
@@ -108,12 +108,7 @@ class Gpu:
     ) -> Callable[[], None]:
         """A launch with everything bound, for repeated use."""
         function = self._function(kernel)
-        cells: list[ctypes.c_void_p | ctypes.c_float | ctypes.c_int] = [
-            ctypes.c_void_p(v.address) if isinstance(v, Buffer)
-            else ctypes.c_float(v) if isinstance(v, float)
-            else ctypes.c_int(v)
-            for v in values
-        ]  # fmt: skip
+        cells = kernel_cells(values)
         pointers = (ctypes.c_void_p * len(cells))(
             *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from w4a16_backend import Buffer
+from w4a16_backend import Buffer, kernel_cells
 
 from inkrt.plugins.tactic import KernelLaunch, Scratch
 
@@ -61,12 +61,7 @@ class Emulator:
                 ctypes.c_void_p(copy.ctypes.data),
                 ctypes.c_size_t(copy.size),
             )
-        cells = [
-            ctypes.c_void_p(v.address) if isinstance(v, Buffer)
-            else ctypes.c_float(v) if isinstance(v, float)
-            else ctypes.c_int(v)
-            for v in values
-        ]  # fmt: skip
+        cells = kernel_cells(values)
         pointers = (ctypes.c_void_p * len(cells))(
             *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
         )
