@@ -75,6 +75,9 @@ class CudaExecutor:
 
         Yields:
             The token drawn by each step.
+
+        Raises:
+            DeviceError: at the end, if a kernel of any of the steps gave up waiting.
         """
         self._send_inputs(step_input)
         first = step_input.position + len(step_input.tokens)
@@ -88,7 +91,7 @@ class CudaExecutor:
                     self._loop.launch(self._stream)
                 yield self._await_token(first + index)
         finally:
-            self._synchronize()
+            self._check_error()
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy all ring buffers of a slot."""
