@@ -23,7 +23,7 @@ from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower
 from inkrt.builder.options import BuildOptions
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
-from inkrt.builder.passes import PASSES
+from inkrt.builder.passes import passes_for
 from inkrt.builder.steps import engine_steps
 from inkrt.builder.trace import trace
 from inkrt.builder.writer import check_target, file_entries, staged_folder, write_file
@@ -119,6 +119,7 @@ def prepare(
     target = Target(options.target, shares_arena=not options.keep_intermediates)
     if options.target != "cpu":
         target.compiler = Compiler(options.target)
+    passes = passes_for(options.target, keeps_intermediates=options.keep_intermediates)
     started = time.monotonic()
     module: nn.Module | None = None
     for step in engine_steps(options):
@@ -127,7 +128,7 @@ def prepare(
         graph = trace(module, step, state, options.tp_size, dtype)
         if dump_folder is not None:
             write_graph(dump_folder, 0, "traced", graph)
-        for number, run_pass in enumerate(PASSES, start=1):
+        for number, run_pass in enumerate(passes, start=1):
             graph = run_pass(graph)
             graph.module.graph.lint()
             if dump_folder is not None:

@@ -16,11 +16,10 @@ from inkrt.builder.compile import Compiler
 from inkrt.builder.lower_kernels import KernelLowering, PackedWeights
 from inkrt.builder.memory import ALIGNMENT, Lifetime, plan_arena
 from inkrt.builder.rewrite import VIEW_OPS, arguments, module_path
-from inkrt.builder.tactics import call_args, choose_tactic
+from inkrt.builder.tactics import choose_tactic
 from inkrt.builder.trace import STEP_INPUTS, StepGraph
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import NAMESPACE, plugins
-from inkrt.plugins.tactic import TensorArg
 from inkrt.runtime.plan import (
     DTYPE_BYTES,
     Argument,
@@ -29,6 +28,7 @@ from inkrt.runtime.plan import (
     Fill,
     Kernel,
     Launch,
+    Numbers,
     Plan,
     Ref,
     Refs,
@@ -214,9 +214,8 @@ class _Lowering:
         num_bytes = self._bytes(args) + sum(_num_bytes(self.specs[i]) for i in outputs)
         if self.kernels is not None:
             tactic = choose_tactic(node, plugin, self.target.name)
-            shapes = {k: v for k, v in call_args(node).items() if isinstance(v, TensorArg)}
             tactic_name, num_bytes = tactic.name, tactic.bytes
-            kernels = self.kernels.lower(tactic, args, tuple(outputs), shapes)
+            kernels = self.kernels.lower(tactic, args, tuple(outputs))
         self.launches.append(
             Launch(
                 op=plugin.name,
@@ -234,6 +233,8 @@ class _Lowering:
             return Ref(self._use(value))
         if isinstance(value, list | tuple) and all(isinstance(item, Node) for item in value):
             return Refs(tuple(self._use(item) for item in value))
+        if isinstance(value, list | tuple) and all(isinstance(x, int | float) for x in value):
+            return Numbers(tuple(value))
         if isinstance(value, torch.dtype):
             return DType(str(value).removeprefix("torch."))
         if value is None or isinstance(value, bool | int | float | str):

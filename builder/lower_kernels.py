@@ -7,6 +7,8 @@ layout, and every launch of every step that reads such a weight must want the sa
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from inkrt.builder.compile import Compiler
 from inkrt.errors import BuildError
 from inkrt.plugins.tactic import (
@@ -16,8 +18,8 @@ from inkrt.plugins.tactic import (
     Output,
     Packing,
     Param,
-    Pointer,
     Scratch,
+    Table,
     Tactic,
     TensorArg,
 )
@@ -29,6 +31,7 @@ from inkrt.runtime.plan import (
     KernelParam,
     Ref,
     Refs,
+    TableParam,
     TensorParam,
     TensorSpec,
 )
@@ -90,7 +93,6 @@ class KernelLowering:
         tactic: Tactic,
         args: dict[str, Argument],
         outputs: tuple[int, ...],
-        shapes: dict[str, TensorArg],
     ) -> tuple[Kernel, ...]:
         """Kernels of a launch.
 
@@ -98,10 +100,12 @@ class KernelLowering:
             tactic: what to lower.
             args: of the launch, by parameter name.
             outputs: tensors that the launch writes, in order.
-            shapes: of the tensor arguments that are no lists.
         """
-        replaced = self._pack(tactic, args, shapes)
+        packed = self._pack(tactic, args)
         scratch: dict[str, int] = {}
+
+        def tensors_of(name: str) -> tuple[int, ...]:
+            return packed[name] if name in packed else _tensors(name, args[name])
 
         def lower_param(param: Param) -> KernelParam:
             if isinstance(param, Int32):
@@ -114,9 +118,10 @@ class KernelLowering:
                 if param.name not in scratch:
                     scratch[param.name] = self._scratch(param)
                 return TensorParam(scratch[param.name])
-            if param.argument in replaced:
-                return TensorParam(replaced[param.argument])
-            return TensorParam(_pointer(param, args[param.argument]))
+            if isinstance(param, Table):
+                rows = zip(*(tensors_of(name) for name in param.arguments), strict=True)
+                return TableParam(tuple(index for row in rows for index in row))
+            return TensorParam(tensors_of(param.argument)[param.index])
 
         return tuple(
             self._kernel(kernel, tuple(lower_param(param) for param in kernel.params))
@@ -141,31 +146,32 @@ class KernelLowering:
             return self._memory.add_temporary(param.name, param.num_bytes)
         return self._memory.add_scratch(param.name, param.num_bytes, param.fill)
 
-    def _pack(
-        self, tactic: Tactic, args: dict[str, Argument], shapes: dict[str, TensorArg]
-    ) -> dict[str, int]:
-        """Index of the packed weight for the first argument of every packing."""
-        replaced = {}
+    def _pack(self, tactic: Tactic, args: dict[str, Argument]) -> dict[str, tuple[int, ...]]:
+        """Indices of the packed weights, one per element, for every packing's first argument."""
+        packed = {}
         for packing in tactic.packings:
-            storages = tuple(self._weight(args[name]) for name in packing.arguments)
-            self._packed.add(packing, storages)
-            if storages[0] not in self._packed_index:
-                num_bytes = packing.num_bytes([shapes[name] for name in packing.arguments])
-                self._packed_index[storages[0]] = self._memory.add_packed(
-                    packing.name, storages[0], num_bytes
-                )
-            replaced[packing.arguments[0]] = self._packed_index[storages[0]]
-        return replaced
+            elements = zip(*(_tensors(name, args[name]) for name in packing.arguments), strict=True)
+            indices = tuple(self._pack_weights(packing, weights) for weights in elements)
+            packed[packing.arguments[0]] = indices
+        return packed
 
-    def _weight(self, argument: Argument) -> str:
-        assert isinstance(argument, Ref), "only a single tensor can be packed"
-        spec = self._memory.specs[argument.tensor]
-        assert spec.space == "weight", f"{spec.name} is packed but no weight"
-        return spec.storage
+    def _pack_weights(self, packing: Packing, weights: tuple[int, ...]) -> int:
+        """Index of the weight that `weights` are packed to."""
+        specs = [self._memory.specs[index] for index in weights]
+        assert all(spec.space == "weight" for spec in specs), f"{packing.name} of what is no weight"
+        storages = tuple(spec.storage for spec in specs)
+        self._packed.add(packing, storages)
+        if storages[0] not in self._packed_index:
+            shapes = [TensorArg(spec.shape, getattr(torch, spec.dtype)) for spec in specs]
+            self._packed_index[storages[0]] = self._memory.add_packed(
+                packing.name, storages[0], packing.num_bytes(shapes)
+            )
+        return self._packed_index[storages[0]]
 
 
-def _pointer(param: Pointer, argument: Argument) -> int:
+def _tensors(name: str, argument: Argument) -> tuple[int, ...]:
+    """The tensors of an argument, which is a tensor or a list of them."""
     if isinstance(argument, Refs):
-        return argument.tensors[param.index]
-    assert isinstance(argument, Ref), f"kernel parameter {param.argument} is not a tensor"
-    return argument.tensor
+        return argument.tensors
+    assert isinstance(argument, Ref), f"argument {name}, which a kernel reads, is no tensor"
+    return (argument.tensor,)

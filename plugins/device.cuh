@@ -209,6 +209,7 @@ INK_DEVICE bool mbar_test(u64* bar, u32 parity) {
   return done != 0;
 }
 INK_DEVICE void mbar_wait(u64* bar, u32 parity, int* error) {
+#pragma unroll 1  // else 32 copies, which push other code out of the instruction cache
   for (u32 i = 0; i < INK_SPIN_LIMIT; i++)
     if (mbar_test(bar, parity)) return;
   report_error(error, ERROR_MBARRIER);
@@ -219,6 +220,17 @@ INK_DEVICE void bulk_load(void* to_smem, const void* from, u32 num_bytes, u64* b
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(smem_address(to_smem)),
       "l"(from), "r"(num_bytes), "r"(smem_address(bar))
+      : "memory");
+}
+// The same for what is read once a step: it is the first to leave the L2, so that what is read again
+// stays.
+INK_DEVICE void bulk_load_once(void* to_smem, const void* from, u32 num_bytes, u64* bar) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
+      "%2, [%3], %4;" ::"r"(smem_address(to_smem)),
+      "l"(from), "r"(num_bytes), "r"(smem_address(bar)), "l"(policy)
       : "memory");
 }
 

@@ -69,7 +69,7 @@ class Plugin:
         version: raised when the meaning of the operator changes; engines record it.
         reference: eager implementation with the operator's signature; for a collective it serves a
             single rank.
-        mutates: names of the arguments it writes.
+        mutates: names of the arguments it writes; of a list, it writes every tensor.
         collective: the two halves of an operator that exchanges data between ranks, else None.
         cases: makes the test cases.
     """
@@ -112,7 +112,7 @@ def operator(
         name: snake case, unique.
         fake: shape inference with the same signature; raises BuildError for shapes that do not fit.
         cases: makes the test cases, which the generic plugin tests run.
-        mutates: names of the arguments that the operator writes.
+        mutates: names of the arguments, tensors or lists of tensors, that the operator writes.
         collective: required when the operator exchanges data between ranks.
         version: see `Plugin.version`.
     """

@@ -23,8 +23,21 @@ class TensorArg:
     dtype: torch.dtype
 
 
-# Arguments of one operator call by parameter name; lists of tensors stay lists.
-CallArgs = dict[str, TensorArg | list[TensorArg] | torch.dtype | bool | int | float | str | None]
+# An argument of an operator call; lists of tensors and of numbers stay lists.
+CallArg = (
+    TensorArg
+    | list[TensorArg]
+    | list[int]
+    | list[float]
+    | torch.dtype
+    | bool
+    | int
+    | float
+    | str
+    | None
+)
+# Arguments of one operator call by parameter name.
+CallArgs = dict[str, CallArg]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,18 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
+class Table:
+    """Kernel parameter: address of a table of 64-bit device addresses, [element][argument].
+
+    Attributes:
+        arguments: names of arguments that are lists of tensors of one length. An element that a
+            packing of the tactic packs stands there packed.
+    """
+
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Int32:
     """Kernel parameter: a 32-bit integer."""
 
@@ -72,7 +97,7 @@ class Float32:
     value: float
 
 
-Param = Pointer | Output | Scratch | Int32 | Float32
+Param = Pointer | Output | Scratch | Table | Int32 | Float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +134,13 @@ class KernelLaunch:
 class Packing:
     """How a tactic wants weights: several arguments become one buffer under the first one's name.
 
+    Of arguments that are lists, the tensors at the same place become one buffer.
+
     Attributes:
         arguments: weights that are read, e.g. ("codes", "scales").
         name: of the layout, e.g. "nvfp4_chunks"; equal names must mean equal bytes.
-        pack: their tensors to uint8 [num_bytes].
-        num_bytes: size of the result for given shapes.
+        pack: their tensors, one of each argument, to uint8 [num_bytes].
+        num_bytes: size of the result for given shapes, one of each argument.
     """
 
     arguments: tuple[str, ...]
@@ -149,6 +176,24 @@ def tensor_arg(args: CallArgs, name: str) -> TensorArg:
     value = args[name]
     assert isinstance(value, TensorArg), f"argument {name} is no tensor"
     return value
+
+
+def tensor_list_arg(args: CallArgs, name: str) -> list[TensorArg]:
+    """The tensors of the list argument `name`, which must be there."""
+    value = args[name]
+    assert isinstance(value, list), f"argument {name} is no list"
+    tensors = [item for item in value if isinstance(item, TensorArg)]
+    assert len(tensors) == len(value), f"argument {name} is no list of tensors"
+    return tensors
+
+
+def number_list_arg(args: CallArgs, name: str) -> list[float]:
+    """The numbers of the list argument `name`, which must be there."""
+    value = args[name]
+    assert isinstance(value, list), f"argument {name} is no list"
+    numbers = [float(item) for item in value if not isinstance(item, TensorArg)]
+    assert len(numbers) == len(value), f"argument {name} is no list of numbers"
+    return numbers
 
 
 def number_arg(args: CallArgs, name: str) -> float:

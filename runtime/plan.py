@@ -54,19 +54,35 @@ class Const(Struct, frozen=True, tag="const"):
     value: bool | int | float | str | None
 
 
+class Numbers(Struct, frozen=True, tag="numbers"):
+    """An argument that is a list of numbers."""
+
+    values: tuple[int | float, ...]
+
+
 class DType(Struct, frozen=True, tag="dtype"):
     """An argument that is a dtype, spelled as in `TensorSpec.dtype`."""
 
     name: str
 
 
-Argument = Ref | Refs | Const | DType
+Argument = Ref | Refs | Const | Numbers | DType
 
 
 class TensorParam(Struct, frozen=True, tag="tensor"):
     """Kernel parameter: address of a tensor, by its index in `Plan.tensors`."""
 
     tensor: int
+
+
+class TableParam(Struct, frozen=True, tag="table"):
+    """Kernel parameter: address of a table of the 64-bit addresses of tensors, row by row.
+
+    Attributes:
+        tensors: indices in `Plan.tensors`.
+    """
+
+    tensors: tuple[int, ...]
 
 
 class IntParam(Struct, frozen=True, tag="int"):
@@ -81,7 +97,7 @@ class FloatParam(Struct, frozen=True, tag="float"):
     value: float
 
 
-KernelParam = TensorParam | IntParam | FloatParam
+KernelParam = TensorParam | TableParam | IntParam | FloatParam
 
 
 class Kernel(Struct, frozen=True):

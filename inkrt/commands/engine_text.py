@@ -17,6 +17,7 @@ from inkrt.runtime.plan import (
     Const,
     DType,
     Launch,
+    Numbers,
     Plan,
     Ref,
     Refs,
@@ -215,6 +216,8 @@ def _argument(plan: Plan, argument: Argument) -> str:
             return f"[{', '.join(_name(plan, index) for index in indices)}]"
         case Const(value):
             return repr(value)
+        case Numbers(values):
+            return repr(list(values))
         case DType(name):
             return name
 

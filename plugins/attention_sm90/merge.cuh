@@ -138,7 +138,7 @@ struct Merge {
       low = gated(low, end.gate.x);
       high = gated(high, end.gate.y);
     }
-    *(uint2*)(args.out + ((size_t)(t0 + t) * kHeads + head) * kDim + lane * 4) = make_uint2(low, high);
+    sm90::store_relaxed((uint2*)(args.out + ((size_t)(t0 + t) * kHeads + head) * kDim + lane * 4), make_uint2(low, high));
   }
 
   INK_DEVICE size_t slot(int head_index, int from_cluster, int t) const {

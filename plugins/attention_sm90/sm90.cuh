@@ -29,6 +29,7 @@ INK_DEVICE bool named_barrier_or(int id, int threads, bool value) {
 INK_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // As mbar_wait, for bytes that other blocks of the cluster push.
 INK_DEVICE void mbar_wait_cluster(u64* bar, u32 parity, int* error) {
+#pragma unroll 1
   for (u32 i = 0; i < INK_SPIN_LIMIT; ++i) {
     u32 done;
     asm volatile(
@@ -77,6 +78,9 @@ INK_DEVICE void store_relaxed(float4* p, float4 v) {
 }
 INK_DEVICE void store_relaxed(float2* p, float2 v) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1,%2};" ::"l"(p), "f"(v.x), "f"(v.y) : "memory");
+}
+INK_DEVICE void store_relaxed(uint2* p, uint2 v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
 }
 
 // ---- wgmma ----

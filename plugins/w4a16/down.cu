@@ -64,11 +64,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         Activations<NV> b;
         load_tokens<NV>(b, x, 0, lane);
-        Tile tile = zero_tile();
-        multiply_fragment<NV>(tile, w[d], b);
+        Tile halves[2] = {zero_tile(), zero_tile()};
+        multiply_fragment<NV>(halves, w[d], b);
         const int next = job + DEPTH * WARPS;
         if (next < num_jobs) load_fragment<NV>(w[d], tile_of(next), 0, lane);
-        store_tile(sm.partial[job], tile, lane);
+        store_tile(sm.partial[job], halves, lane);
       }
     }
   }

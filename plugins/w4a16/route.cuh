@@ -38,14 +38,16 @@ struct Keys {
 INK_DEVICE uint4 load_logits(const bf16* logits, int lane) {
   return lane * 8 < EXPERTS ? load_act16(logits + lane * 8) : make_uint4(0, 0, 0, 0);
 }
+INK_DEVICE u32 key_of(u32 logit, int index) {  // bits of a bf16
+  return (logit & 0x8000 ? ~logit & 0xFFFF : logit | 0x8000) << 8 | (255 - index);
+}
 INK_DEVICE Keys keys_of(uint4 v, int lane) {
   const u32 words[4] = {v.x, v.y, v.z, v.w};
   Keys keys;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    u32 h = (words[i >> 1] >> (16 * (i & 1))) & 0xFFFF;
-    h = h & 0x8000 ? ~h & 0xFFFF : h | 0x8000;
-    keys.key[i] = lane * 8 < EXPERTS ? h << 8 | (255 - (lane * 8 + i)) : 0;
+    const u32 logit = (words[i >> 1] >> (16 * (i & 1))) & 0xFFFF;
+    keys.key[i] = lane * 8 < EXPERTS ? key_of(logit, lane * 8 + i) : 0;
   }
   return keys;
 }
@@ -63,6 +65,17 @@ INK_DEVICE int expert_of(u32 key) {
   return min(255 - (int)(key & 255), EXPERTS - 1);  // within bounds whatever the logits are
 }
 
+// Weight of rank k in lane k < TOP_K, from the keys of all ranks in their lanes.
+INK_DEVICE float routing_weight(u32 key, int lane) {
+  u32 h = key >> 8;
+  h = h & 0x8000 ? h & 0x7FFF : ~h & 0xFFFF;
+  const float s = lane < TOP_K ? 1.f / (1.f + expf(-to_float((bf16)h))) : 0.f;
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < TOP_K; k++) sum += __shfl_sync(INK_FULL_WARP, s, k);
+  return round_bf16(s / (sum + 1e-20f));
+}
+
 // Lane k < TOP_K: expert of rank k and its weight, for kernels that ask for it.
 template <bool WITH_WEIGHT>
 INK_DEVICE void top_experts(const bf16* logits, int lane, int& expert, float& weight) {
@@ -74,16 +87,7 @@ INK_DEVICE void top_experts(const bf16* logits, int lane, int& expert, float& we
     if (lane == k) mine = best;
   }
   expert = expert_of(mine);
-  weight = 0;
-  if (WITH_WEIGHT) {
-    u32 h = mine >> 8;
-    h = h & 0x8000 ? h & 0x7FFF : ~h & 0xFFFF;
-    const float s = lane < TOP_K ? 1.f / (1.f + expf(-to_float((bf16)h))) : 0.f;
-    float sum = 0;
-#pragma unroll
-    for (int k = 0; k < TOP_K; k++) sum += __shfl_sync(INK_FULL_WARP, s, k);
-    weight = round_bf16(s / (sum + 1e-20f));
-  }
+  weight = WITH_WEIGHT ? routing_weight(mine, lane) : 0.f;
 }
 
 // At least ROUTE_WARPS * 32 threads; for one token, just so many. For more than one token it

@@ -199,6 +199,13 @@ INK_DEVICE void multiply_fragment(Tile& t, const Fragment<NV>& f, const Activati
 #pragma unroll
   for (int i = 0; i < NV; i++) multiply(t, f.codes[i], f.scale(i), b.v[i]);
 }
+// The halves of the vectors apart: two chains of half the length, which two warps can share.
+template <int NV>
+INK_DEVICE void multiply_fragment(Tile (&halves)[2], const Fragment<NV>& f,
+                                  const Activations<NV>& b) {
+#pragma unroll
+  for (int i = 0; i < NV; i++) multiply(halves[2 * i / NV], f.codes[i], f.scale(i), b.v[i]);
+}
 
 // N row tiles that lie one after the other in shared memory; the registers of their weights live
 // for one vector only.
@@ -238,6 +245,14 @@ INK_DEVICE void store_tile(float* p, const Tile& t, int lane) {
   *(float2*)(p + lane * 2) = make_float2(t.c[0][0] + t.c[1][0], t.c[0][1] + t.c[1][1]);
   *(float2*)(p + 64 + lane * 2) = make_float2(t.c[0][2] + t.c[1][2], t.c[0][3] + t.c[1][3]);
 }
+INK_DEVICE void store_tile(float* p, const Tile (&halves)[2], int lane) {
+  float c[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    c[i] = (halves[0].c[0][i] + halves[0].c[1][i]) + (halves[1].c[0][i] + halves[1].c[1][i]);
+  *(float2*)(p + lane * 2) = make_float2(c[0], c[1]);
+  *(float2*)(p + 64 + lane * 2) = make_float2(c[2], c[3]);
+}
 // Sum of N floats `stride` apart, in an order of its own: even ones, odd ones, then both.
 template <int N>
 INK_DEVICE float strided_sum(const float* p, int stride) {
@@ -251,16 +266,36 @@ INK_DEVICE float strided_sum(const float* p, int stride) {
 }
 
 // ---- residual add and RMSNorm in front of a product ----
-// Sums of four values over the lanes with six shuffles: afterwards lane l holds the sum of value l
-// / 8. For every value the tree is that of a butterfly over 16, 8, 4, 2, 1 (`warp_sum`).
-INK_DEVICE float four_sums(const float (&v)[4], int lane) {
-  const bool upper = lane & 16, odd = lane & 8;
-  const float a = (upper ? v[2] : v[0]) + __shfl_xor_sync(INK_FULL_WARP, upper ? v[0] : v[2], 16);
-  const float b = (upper ? v[3] : v[1]) + __shfl_xor_sync(INK_FULL_WARP, upper ? v[1] : v[3], 16);
-  float c = (odd ? b : a) + __shfl_xor_sync(INK_FULL_WARP, odd ? a : b, 8);
+// The sum of squares of a row is a binary tree over its elements in their order, whoever computes
+// which part of it: of 8 by a thread, of 256 by a warp, or of 16 by the block that owns those rows
+// (flint_layers).
+INK_DEVICE float sum_of_squares(const float (&v)[8]) {
+  float s[8];
 #pragma unroll
-  for (int o = 4; o; o >>= 1) c += __shfl_xor_sync(INK_FULL_WARP, c, o);
+  for (int i = 0; i < 8; i++) s[i] = __fmul_rn(v[i], v[i]);
+  return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+}
+INK_DEVICE float tree_sum(float x) {
+#pragma unroll
+  for (int o = 1; o < 32; o <<= 1) x += __shfl_xor_sync(INK_FULL_WARP, x, o);
+  return x;
+}
+// `tree_sum` of four values with six shuffles: afterwards lane l holds that of value `value_of(l)`.
+INK_DEVICE int value_of(int lane) {
+  return (lane & 1) * 2 + (lane >> 1 & 1);
+}
+INK_DEVICE float four_sums(const float (&v)[4], int lane) {
+  const bool upper = lane & 1, odd = lane & 2;
+  const float a = (upper ? v[2] : v[0]) + __shfl_xor_sync(INK_FULL_WARP, upper ? v[0] : v[2], 1);
+  const float b = (upper ? v[3] : v[1]) + __shfl_xor_sync(INK_FULL_WARP, upper ? v[1] : v[3], 1);
+  float c = (odd ? b : a) + __shfl_xor_sync(INK_FULL_WARP, odd ? a : b, 2);
+#pragma unroll
+  for (int o = 4; o < 32; o <<= 1) c += __shfl_xor_sync(INK_FULL_WARP, c, o);
   return c;
+}
+// 1 / rms of a row.
+INK_DEVICE float inverse_rms(float squares, float inverse_width, float eps) {
+  return rsqrt_approx(fmaf(squares, inverse_width, eps));
 }
 
 // s = x + delta;  z = bf16(s * rsqrt(mean s^2 + eps) * w) from the unrounded s, for H <= 2048.
@@ -316,23 +351,19 @@ struct Norm {
           v[2 * i] = DELTA ? low_float(a) + low_float(d) : low_float(a);
           v[2 * i + 1] = DELTA ? high_float(a) + high_float(d) : high_float(a);
         }
-        float even = 0, odd = 0;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-          s[q][i] = v[i];
-          (i & 1 ? odd : even) = fmaf(v[i], v[i], i & 1 ? odd : even);
-        }
-        squares[q] = even + odd;
+        for (int i = 0; i < 8; i++) s[q][i] = v[i];
+        squares[q] = sum_of_squares(v);
       }
       float* sums = m.sums + first * GROUP_WARPS + (place >> 5);
 #if ONE_TOKEN
       if (group == 0) {
-        const float sum = warp_sum(squares[0]);
+        const float sum = tree_sum(squares[0]);
         if (lane == 0) *sums = sum;
       }
 #else
       const float sum_of_warp = four_sums(squares, lane);
-      if ((lane & 7) == 0) sums[(lane >> 3) * GROUPS * GROUP_WARPS] = sum_of_warp;
+      if (lane < 4) sums[value_of(lane) * GROUPS * GROUP_WARPS] = sum_of_warp;
 #endif
       __syncthreads();
       // Lanes 2q and 2q + 1 (and their repetitions) add up the sums of token q.
@@ -341,7 +372,7 @@ struct Norm {
       const float4 four = ((const float4*)(m.sums + token_of_lane * GROUP_WARPS))[lane & 1];
       float sum = (four.x + four.y) + (four.z + four.w);
       sum += __shfl_xor_sync(INK_FULL_WARP, sum, 1);
-      const float inverse = rsqrt_approx(sum * (1.f / H) + eps);
+      const float inverse = inverse_rms(sum, 1.f / H, eps);
       const uint4 w = m.weight[place];
 #pragma unroll
       for (int q = 0; q < BATCH; q++) {

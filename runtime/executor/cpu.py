@@ -21,7 +21,17 @@ from inkrt.errors import EngineFormatError, EngineMismatchError
 from inkrt.plugins.registry import Plugin, plugins
 from inkrt.runtime.engine_file import EngineCode, EngineConfig, read_code, weight_files
 from inkrt.runtime.executor import StepInput, StepOutput
-from inkrt.runtime.plan import Argument, Const, DType, Launch, Plan, Ref, TensorSpec, weight_specs
+from inkrt.runtime.plan import (
+    Argument,
+    Const,
+    DType,
+    Launch,
+    Numbers,
+    Plan,
+    Ref,
+    TensorSpec,
+    weight_specs,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,6 +187,8 @@ def _arguments(launch: Launch, tensors: list[Tensor]) -> dict[str, Any]:
             return tensors[argument.tensor]
         if isinstance(argument, Const):
             return argument.value
+        if isinstance(argument, Numbers):
+            return list(argument.values)
         if isinstance(argument, DType):
             return _dtype(argument.name)
         return [tensors[index] for index in argument.tensors]

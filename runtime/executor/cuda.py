@@ -18,7 +18,7 @@ from inkrt.errors import DeviceError, EngineMismatchError, RequestError
 from inkrt.runtime.engine_file import EngineConfig, read_code
 from inkrt.runtime.executor import StepInput, StepOutput
 from inkrt.runtime.executor.cuda_memory import DeviceMemory, num_bytes
-from inkrt.runtime.plan import IntParam, Kernel, KernelParam, Plan, TensorParam
+from inkrt.runtime.plan import IntParam, Kernel, KernelParam, Plan, TableParam, TensorParam
 
 _NUMPY_DTYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
 RING_SIZE = 1024
@@ -221,6 +221,8 @@ class CudaExecutor:
     def _param(self, plan: Plan, param: KernelParam) -> Any:
         if isinstance(param, TensorParam):
             return self.memory.address(plan.name, plan.tensors[param.tensor])
+        if isinstance(param, TableParam):
+            return self.memory.table_address(plan.name, param)
         if isinstance(param, IntParam):
             return ctypes.c_int(param.value)
         return ctypes.c_float(param.value)

@@ -1,4 +1,4 @@
-"""Device memory of a CUDA engine: one allocation for weights, state, arena, scratch and inputs."""
+"""Device memory of a CUDA engine: one allocation for all that plans refer to by an address."""
 
 import ctypes
 import math
@@ -18,9 +18,10 @@ from inkrt.runtime.executor.weight_loader import (
     WeightRegion,
     weight_regions,
 )
-from inkrt.runtime.plan import DTYPE_BYTES, Plan, TensorSpec, weight_specs
+from inkrt.runtime.plan import DTYPE_BYTES, Plan, TableParam, TensorSpec, weight_specs
 
 ALIGNMENT = 256
+_ADDRESS_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ class DeviceMemory:
         self.inputs = self.base + regions["inputs"].offset
         self.error = self.base + regions["error"].offset
         self._fill(code.plans)
+        self._write_tables(code.plans)
         self.load_rate = self._load(weights)
         self._fill_dummies(code)
 
@@ -109,6 +111,10 @@ class DeviceMemory:
             "arena": "arena",
         }.get(spec.space, f"{spec.space}/{spec.storage}")
         return self.base + regions[name].offset + spec.offset
+
+    def table_address(self, step: str, table: TableParam) -> int:
+        """Device address of a table of a step's plan."""
+        return self.base + self.region(self._tables[step, table]).offset
 
     def region(self, name: str) -> Region:
         """A piece of the allocation, e.g. "state/layers.0.attn.k_cache"."""
@@ -176,6 +182,13 @@ class DeviceMemory:
         for name, plan in plans.items():
             arena.add(f"scratch/{name}", plan.scratch_bytes)
         arena.add("error", 4)
+        self._tables = {
+            (step, table): f"table/{step}/{number}"
+            for step, plan in plans.items()
+            for number, table in enumerate(tables(plan))
+        }
+        for (_, table), name in self._tables.items():
+            arena.add(name, len(table.tensors) * _ADDRESS_BYTES)
         input_sizes: dict[str, int] = {}
         self.input_dtypes: dict[str, str] = {}
         for plan in plans.values():
@@ -200,6 +213,14 @@ class DeviceMemory:
             start = self.base + self.region(f"scratch/{step}").offset
             for fill in plan.fills:
                 self.check(self._driver.cuMemsetD8(start + fill.offset, fill.value, fill.size))
+
+    def _write_tables(self, plans: dict[str, Plan]) -> None:
+        """Write the tensors' addresses, which are fixed, into the tables."""
+        for step, table in self._tables:
+            specs = [plans[step].tensors[index] for index in table.tensors]
+            rows = np.array([self.address(step, spec) for spec in specs], np.uint64)
+            address = self.table_address(step, table)
+            self.check(self._driver.cuMemcpyHtoD(address, rows.ctypes.data, rows.nbytes))
 
     def _fill_dummies(self, code: EngineCode) -> None:
         """Repeat each template over the weights that it stands for, doubling what is there."""
@@ -226,6 +247,12 @@ class DeviceMemory:
         if not chunks:
             return 0.0
         return WeightLoader(self._driver, self.check).load(chunks, self.base, self._stream)
+
+
+def tables(plan: Plan) -> list[TableParam]:
+    """The tables that a plan's kernels read, each once."""
+    params = (p for launch in plan.launches for kernel in launch.kernels for p in kernel.params)
+    return list(dict.fromkeys(param for param in params if isinstance(param, TableParam)))
 
 
 def num_bytes(spec: TensorSpec) -> int:

@@ -22,7 +22,7 @@ from inkrt.runtime.engine_file import (
     StateSpec,
     StepSpec,
 )
-from inkrt.runtime.plan import Const, DType, Launch, Plan, Ref, Refs, TensorSpec
+from inkrt.runtime.plan import Const, DType, Launch, Numbers, Plan, Ref, Refs, TensorSpec
 
 
 def encode(plans: dict[str, Plan]) -> bytes:
@@ -47,7 +47,14 @@ def make_plan(name: str, num_tokens: int, *, extra_norms: int = 0) -> Plan:
         Launch("embedding", "reference", {"ids": Ref(0), "table": Ref(1)}, (2,), "embed", 20 * t),
         norm,
         *([norm] * extra_norms),
-        Launch("store", "reference", {"parts": Refs((2, 2)), "state": Ref(3)}, (), "layers.0", 64),
+        Launch(
+            "store",
+            "reference",
+            {"parts": Refs((2, 2)), "sizes": Numbers((2, 0.5)), "state": Ref(3)},
+            (),
+            "layers.0",
+            64,
+        ),
         Launch("head", "reference", {"x": Ref(2), "dtype": DType("float32")}, (4, 5), "", 1000),
     )
     outputs = {"tokens": 5, "logits": 4}
@@ -120,7 +127,7 @@ def test_summary(engine: Path) -> None:
         "            262 KiB state, 2,048 B scratch",
         "plugins     embedding v1, norm v2",
         "checkpoint  0123456789abcdef",
-        "format      ink-engine 1, inkrt 0.1.0",
+        "format      ink-engine 2, inkrt 0.1.0",
         "rebuild     ink-build CHECKPOINT -o ENGINE --tp-size 2",
         "",
         "step     tokens  launches  bytes moved  scratch",
@@ -138,7 +145,7 @@ def test_launches(engine: Path) -> None:
         "       # embed, reference, 80 B",
         "    1  %x: bf16[4, 8] = norm(eps=1e-06, x=%x)",
         "       # layers.0.attn_norm, reference, 128 B",
-        "    2  store(parts=[%x, %x], state=layers.0.k)",
+        "    2  store(parts=[%x, %x], sizes=[2, 0.5], state=layers.0.k)",
         "       # layers.0, reference, 64 B",
         "    3  %logits: f32[4, 16], %sampled: i32[4] = head(dtype=float32, x=%x)",
         "       # -, reference, 1,000 B",
@@ -259,7 +266,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
 
 def test_engine_of_another_version_gives_exit_code_3(engine: Path) -> None:
     path = engine / "config.json"
-    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 99'))
+    path.write_text(path.read_text().replace('"format_version": 2', '"format_version": 99'))
     result = invoke(engine)
     assert result.exit_code == 3
     assert result.stderr.startswith(f"error: {engine} has engine format version 99, ")

@@ -235,6 +235,47 @@ def norm_qkv_rope(
     return (residual, q, k, v), caches
 
 
+def flint_layers(
+    x: Tensor,
+    delta: Tensor,
+    page_table: Tensor | None,
+    position: Tensor,
+    num_tokens: Tensor,
+    slot: Tensor,
+    windows: list[int],
+    rope_thetas: list[float],
+    eps: float,
+    scale: float,
+    top_k: int,
+    **lists: list[Tensor],
+) -> Result:
+    caches: dict[str, list[Tensor]] = {"k_cache": [], "v_cache": []}
+    for index, (window, theta) in enumerate(zip(windows, rope_thetas, strict=True)):
+        layer = {name: values[index] for name, values in lists.items()}
+
+        def parts(name: str, of: dict[str, Tensor] = layer) -> list[Tensor]:
+            return [of[name], of[f"{name}_scales"], of[f"{name}_global_scale"]]
+
+        old = (layer["k_cache"], layer["v_cache"])
+        where = (*old, page_table if window == 0 else None, position, num_tokens, slot)
+        (x, q, k, v), written = norm_qkv_rope(
+            x, delta, layer["input_norm"], *parts("qkv"), layer["q_norm"], layer["k_norm"],
+            *where, eps, theta,
+        )  # fmt: skip
+        for name, cache in written.items():
+            caches[name].append(cache)
+        (heads,), _ = sink_attention(q, k, v, layer["sinks"], *where, window, scale)
+        delta = heads.flatten(1) @ matrix(*parts("o")).T
+        (x, z, logits, shared), _ = norm_router_shared(
+            x, delta, layer["mlp_norm"], layer["router"], *parts("shared_gate_up"), eps
+        )
+        (delta,), _ = flint_moe(
+            z, logits, shared, *parts("gate_up"), *parts("down"), *parts("shared_down"),
+            None, top_k, False,
+        )  # fmt: skip
+    return (x, delta), caches
+
+
 ORACLES_FLINT: dict[str, Oracle] = {
     function.__name__: function
     for function in (
@@ -249,5 +290,6 @@ ORACLES_FLINT: dict[str, Oracle] = {
         norm_router_shared,
         flint_moe,
         norm_qkv_rope,
+        flint_layers,
     )
 }

@@ -72,6 +72,39 @@ BAD: list[tuple[str, Arguments, str]] = [
         {"tp_size": 2},
         "ink::allreduce_conv_mix: partial has dtype bfloat16, expected float32",
     ),
+    (
+        "flint_layers",
+        {"sinks": []},
+        "ink::flint_layers: sinks has 0 entries and windows has 1, expected as many",
+    ),
+    (
+        "flint_layers",
+        {"windows": []},
+        "ink::flint_layers: windows is empty, expected an entry per layer",
+    ),
+    (
+        "flint_layers",
+        {"qkv_scales": [torch.empty(192, 3, dtype=torch.uint8)]},
+        "ink::flint_layers: layer 0: qkv has 64 columns and qkv_scales has 3, expected D=64 "
+        "and D/16",
+    ),
+    (
+        "flint_layers",
+        {"windows": [0]},
+        "ink::flint_layers: layer 0: window is 0 (all keys) without pages, expected a page table",
+    ),
+    (
+        "flint_layers",
+        {"windows": [13]},
+        "ink::flint_layers: layer 0: k_cache keeps 12 positions, expected at least window-1+T=13",
+    ),
+    ("flint_layers", {"top_k": 9}, "ink::flint_layers: layer 0: top_k is 9, expected 1 to E=8"),
+    (
+        "flint_layers",
+        {"sinks": [torch.empty(7)]},
+        "ink::flint_layers: layer 0: qkv has 192 rows, expected (H+2*KV)*d with H=7, KV=2, d=16 "
+        "and H a multiple of KV",
+    ),
 ]
 
 

@@ -88,10 +88,10 @@ def test_reference_is_near_oracle(plugin: Plugin, case: Case, dtype: torch.dtype
     for i, (ours, expected) in enumerate(zip(got, outputs, strict=True)):
         _assert_near(f"output {i}", ours, expected, case.rtol[dtype])
     assert set(mutated) == set(plugin.mutates)
-    unchanged = dict(_tensors(before))
+    unchanged, written = dict(_tensors(before)), dict(_tensors(mutated))
     for name, value in _tensors(arguments):
-        if name in plugin.mutates:
-            _assert_near(name, value, mutated[name], case.rtol[dtype])
+        if name.partition("[")[0] in plugin.mutates:
+            _assert_near(name, value, written[name], case.rtol[dtype])
             assert not torch.equal(value, unchanged[name]), f"{name} was not written"
         else:
             assert torch.equal(value, unchanged[name]), f"{name} was written"
@@ -126,15 +126,17 @@ def test_fake_refuses_wrong_shapes_and_dtypes(plugin: Plugin):
     arguments = _arguments(plugin, plugin.cases()[0], torch.bfloat16)
     on_meta = {name: _to_meta(value) for name, value in arguments.items()}
     for name, value in on_meta.items():
-        if not isinstance(value, Tensor):
+        tensors = value if isinstance(value, list) else [value]
+        if not isinstance(tensors[-1], Tensor):
             continue
         # A norm and a reduction of ranks are right for any number of leading dimensions.
         takes_any_rank = (plugin.name, name) in {("rms_norm", "x"), ("all_reduce", "partial")}
-        wrong = [] if takes_any_rank else [value.unsqueeze(0)]
-        wrong.append(value.to(torch.float64))
+        wrong = [] if takes_any_rank else [tensors[-1].unsqueeze(0)]
+        wrong.append(tensors[-1].to(torch.float64))
         for bad in wrong:
+            changed = [*value[:-1], bad] if isinstance(value, list) else bad
             with pytest.raises(BuildError, match=f"ink::{plugin.name}: .*expected"):
-                plugin.op(**on_meta | {name: bad})
+                plugin.op(**on_meta | {name: changed})
 
 
 @PER_PLUGIN

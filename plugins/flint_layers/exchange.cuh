@@ -1,0 +1,73 @@
+// How the blocks of one launch hand vectors to each other: every word of a slot is written once and
+// is its own flag.
+//
+// A slot is one layer's exchange. Its words are EMPTY before they are written, a bit pattern that
+// no arithmetic yields (the NaN of the hardware is 0x7FFFFFFF, of two bf16 0x7FFF7FFF). A reader
+// polls the very words it needs, so there is no flag, fence or counter, and no second round trip.
+// Slots are emptied before they are used again, see memory.cuh.
+#ifndef INK_EXCHANGE_CUH
+#define INK_EXCHANGE_CUH
+#include "device.cuh"
+
+constexpr u32 EMPTY = 0xFFFFFFFFu;
+
+INK_DEVICE uint4 poll16(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+INK_DEVICE uint2 poll8(const void* p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+INK_DEVICE void publish4(void* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+INK_DEVICE void empty16(void* p) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%1,%1,%1};" ::"l"(p), "r"(EMPTY) : "memory");
+}
+INK_DEVICE bool has_empty(uint4 v) {
+  return max(max(v.x, v.y), max(v.z, v.w)) == EMPTY;
+}
+INK_DEVICE bool has_empty(uint2 v) {
+  return max(v.x, v.y) == EMPTY;
+}
+
+// Bounds every wait of a thread; after the first that gives up, it waits no more.
+struct Patience {
+  int* error;
+  u32 limit = INK_SPIN_LIMIT;
+#if TRACE
+  long long* trace;  // of this block and layer
+#endif
+  INK_DEVICE bool is_over(u32 spins) {
+    if (spins < limit) return false;
+    if (limit) report_error(error, ERROR_SENTINEL);
+    limit = 0;
+    return true;
+  }
+};
+
+// As mbar_wait.
+INK_DEVICE void wait(u64* bar, u32 parity, Patience& patience) {
+#pragma unroll 1
+  for (u32 spins = 0; !mbar_test(bar, parity) && !patience.is_over(spins); spins++) {
+  }
+}
+
+// The warp's words, 16 bytes a lane, `stride` bytes apart.
+INK_DEVICE uint4 receive(const void* words, int stride, int lane, Patience& patience) {
+  uint4 v;
+  for (u32 spins = 0;; spins++) {
+    v = poll16((const u8*)words + lane * stride);
+    if (!__any_sync(INK_FULL_WARP, has_empty(v)) || patience.is_over(spins)) break;
+  }
+  __syncwarp();
+  return v;
+}
+
+#endif  // INK_EXCHANGE_CUH
