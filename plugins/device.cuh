@@ -128,6 +128,25 @@ INK_DEVICE u64 load_relaxed(const u64* p) {
 INK_DEVICE void store_relaxed(u64* p, u64 v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+// Sums and maxima that blocks of one kernel make together: of whole numbers, so that the order does
+// not matter.
+INK_DEVICE void add_relaxed(u64* p, u64 v) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+INK_DEVICE void max_relaxed(u64* p, u64 v) {
+  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+// Arrivals: who has seen a count sees what its arrivers' blocks wrote before a barrier and arrived.
+INK_DEVICE u32 arrive(u32* p) {  // gives the arrivals before this one
+  u32 v;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+INK_DEVICE u32 load_arrivals(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 INK_DEVICE unsigned char* dynamic_smem() {
   extern __shared__ __align__(1024) unsigned char ink_dynamic_smem[];
   return ink_dynamic_smem;

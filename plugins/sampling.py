@@ -16,7 +16,9 @@ def filtered_logits(
     """Scale one row of logits and remove the tokens that may not be drawn.
 
     Every filter sees what the ones before it left, and keeps all tokens that tie at its threshold,
-    so that no result depends on a sorting order. At least one token stays.
+    so that no result depends on a sorting order. At least one token stays. A NaN counts as larger
+    than any number, is never removed, and leaves top-p out, as an infinite maximum does: there is
+    no distribution then.
 
         l = logits / temperature
         min-p: keep l >= max(l) + log(min_p)
@@ -39,7 +41,7 @@ def filtered_logits(
         scaled = _keep_from(scaled, scaled.max() + math.log(min_p))
     if 0 < top_k < scaled.shape[0]:
         scaled = _keep_from(scaled, torch.topk(scaled, top_k).values[-1])
-    if top_p < 1:
+    if top_p < 1 and scaled.max().isfinite():
         # Logits are sorted, not probabilities: equal logits stay equal, and float64 sums keep the
         # border where it is however many small terms there are.
         descending = scaled.sort(descending=True).values

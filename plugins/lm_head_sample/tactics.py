@@ -1,7 +1,4 @@
-"""How `lm_head_sample` runs on a GPU: the w4a16 head and a greedy choice.
-
-Only temperature 0 is chosen on the device yet; the executor refuses other temperatures.
-"""
+"""How `lm_head_sample` runs on a GPU: the w4a16 head, and a choice from its logits."""
 
 import torch
 
@@ -42,6 +39,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             eps=1e-6,
             logits=True,
             greedy=True,
+            sampled=True,
+            last_row=bool(args["last_row"]),
             norm=False,
             has_delta=False,
             names=names,

@@ -5,8 +5,9 @@
 
 The filters are those of `plugins/sampling.py`, the noise is that of `plugins/noise.py`: float64
 inside, rounded to float32, added in float32. It is keyed by the seed and by the position of the
-token being drawn, so a token is the same whatever the number of rows. Source: dspark.md sections
-6.2 and 6.7.
+token being drawn, so a token is the same whatever the number of rows. argmax takes the first NaN if
+there is one, at any temperature, so a row whose largest logit is not finite gives that logit's
+lowest id. Source: dspark.md sections 6.2 and 6.7.
 """
 
 import torch

@@ -14,6 +14,7 @@ MULTIPROCESSORS = 132
 MAX_NORM_WIDTH = 2048
 HEAD = 128
 PAGE = 64
+SAMPLE_BINS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +178,17 @@ def stream_bytes(dims: Dims, depth: int, *, norm: bool) -> int:
     if norm:
         members.append((norm_bytes(dims.hidden), 16))
     return struct_bytes(*members, (256, 4), (256, 4))
+
+
+def sample_bytes(vocab: int, parts: int, threads: int) -> int:
+    """`Shared` of sample.cu."""
+    warps = threads // 32
+    quads = -(-vocab // (4 * parts))
+    return struct_bytes(
+        (quads * 16, 16), (2 * SAMPLE_BINS * 4, 4), (warps * 8, 8), (warps * 8, 4), (8, 8), (8, 4)
+    )
+
+
+def sample_exchange_bytes(rows: int) -> int:
+    """`Exchange` of sample.cu for each row."""
+    return rows * (16 + 3 * SAMPLE_BINS * 8)

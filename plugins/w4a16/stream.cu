@@ -4,8 +4,9 @@
 // 2048), else x is the input. What becomes of the product y (DIM_N rows):
 //   GATED   y's tiles are 8 gate and 8 up rows, rounded to bf16; out[T, DIM_N / 2] = bf16(silu(g)
 //   u) LOGITS  out[T, DIM_N] float32 = y ARGMAX  the block's largest y and its lowest row, per
-//   token, for `argmax`
+//   token, for `argmax` or `sample`
 // Rows at and above DIM_N are padding of the last tile.
+#include "choice.cuh"
 #include "w4a16.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
@@ -22,13 +23,6 @@ struct Shared {
   float best[WARPS][MAX_TOKENS];
   int best_row[WARPS][MAX_TOKENS];
 };
-
-INK_DEVICE void keep_better(float& best, int& row, float y, int n) {
-  if (y > best || (y == best && n < row)) {
-    best = y;
-    row = n;
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     stream(const bf16* x, const bf16* delta, const bf16* norm_weight, const u8* weights,
@@ -62,8 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #endif
 
   const int token = tid & 7;
-  float best = __uint_as_float(0xFF800000u);  // -infinity
-  int best_row = 0;                           // a valid row even if every y is NaN
+  Choice best = least_choice(0);
   int round = 0;
   for (int base = blockIdx.x; base < NUM_TILES; base += DEPTH * stride, round ^= 1) {
 #pragma unroll
@@ -98,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
           ((float*)out)[(size_t)token * DIM_N + n] = y;
 #endif
 #if ARGMAX
-          keep_better(best, best_row, y, n);
+          keep_better(best, y, n);
 #endif
         }
 #endif
@@ -106,23 +99,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
   }
 #if ARGMAX
-#pragma unroll
-  for (int o = 8; o < 32; o <<= 1) {
-    const float y = __shfl_xor_sync(INK_FULL_WARP, best, o);
-    const int n = __shfl_xor_sync(INK_FULL_WARP, best_row, o);
-    keep_better(best, best_row, y, n);
-  }
+  keep_best_of_warp<8>(best);
   if (lane < 8) {
-    sm.best[warp][lane] = best;
-    sm.best_row[warp][lane] = best_row;
+    sm.best[warp][lane] = best.value;
+    sm.best_row[warp][lane] = best.row;
   }
   __syncthreads();
   if (tid < T) {
 #pragma unroll
-    for (int q = 0; q < WARPS; q++)
-      keep_better(best, best_row, sm.best[q][tid], sm.best_row[q][tid]);
-    best_out[tid * stride + blockIdx.x] = best;
-    row_out[tid * stride + blockIdx.x] = best_row;
+    for (int q = 0; q < WARPS; q++) keep_better(best, sm.best[q][tid], sm.best_row[q][tid]);
+    best_out[tid * stride + blockIdx.x] = best.value;
+    row_out[tid * stride + blockIdx.x] = best.row;
   }
 #endif
 }

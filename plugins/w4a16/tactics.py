@@ -25,6 +25,7 @@ from inkrt.plugins.w4a16.launches import (
     variant,
 )
 from inkrt.plugins.w4a16.moe_tactics import moe
+from inkrt.plugins.w4a16.sample_tactics import argmax, sample
 from inkrt.plugins.w4a16.shapes import (
     HEAD,
     LARGE_BLOCK,
@@ -227,11 +228,16 @@ def lm_head(
     eps: float,
     logits: bool,
     greedy: bool,
+    sampled: bool = False,
+    last_row: bool = False,
     norm: bool = True,
     has_delta: bool = True,
     names: Names | None = None,
 ) -> Tactic:
     """Final add and norm, the head, and (greedy) the token of the largest logit.
+
+    With `sampled` the token is drawn as the step's inputs say, see `sample_tactics.sample`; those
+    may ask for the largest logit too.
 
     Names: x, delta, norm_weight, codes, scales, global_scale; tokens (int32 [T]) and out (float32
     logits [T, vocab]) are outputs 0 and 1 by default. Without `norm`, x is the head's input;
@@ -244,24 +250,15 @@ def lm_head(
     )  # fmt: skip
     if not greedy:
         return tactic
-    blocks = tactic.kernels[0].grid[0]
-    best = candidates(num_tokens, blocks)
-    argmax = launch(
-        "argmax",
-        [("HIDDEN", dims.hidden)],
-        source="token",
-        blocks=num_tokens,
-        threads=256,
-        smem=64,
-        params=params_of(
-            "best row tokens count",
-            names,
-            {**best, "tokens": Output(0), "count": Int32(blocks)},
-        ),
-    )
+    count = tactic.kernels[0].grid[0]
+    if sampled:
+        assert logits, "sampling reads the logits"
+        last = sample(dims.vocab, num_tokens, count, last_row=last_row, names=names)
+    else:
+        last = argmax(num_tokens, count, names=names)
     return Tactic(
         tactic.name,
-        (*tactic.kernels, argmax),
+        (*tactic.kernels, last),
         tactic.bytes,
         tactic.flops,
         tactic.packings,

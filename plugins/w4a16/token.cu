@@ -1,6 +1,6 @@
 // The two ends of a step: rows of the embedding table, and the greedy token from the candidates of
 // `stream` (largest value, lowest id on ties).
-#include "device.cuh"
+#include "choice.cuh"
 
 // out[T, HIDDEN] = table[tokens]: one block a token, 256 threads. Ids are clamped to the table.
 extern "C" __global__ void __launch_bounds__(256)
@@ -16,31 +16,10 @@ extern "C" __global__ void __launch_bounds__(256)
 // tokens[T] from best and row [T, count]: one block a token, 256 threads.
 extern "C" __global__ void __launch_bounds__(256)
     argmax(const float* best, const int* row, int* tokens, int count) {
-  struct Shared {
-    float best[8];
-    int row[8];
-  };
-  Shared& sm = *(Shared*)dynamic_smem();
-  const int tid = threadIdx.x;
+  BestOf<8>& sm = *(BestOf<8>*)dynamic_smem();
   pdl_trigger();
   pdl_wait();
-  float value = __uint_as_float(0xFF800000u);
-  int id = 0x7FFFFFFF;
-  auto keep = [&](float v, int n) {
-    if (v > value || (v == value && n < id)) value = v, id = n;
-  };
-  for (int i = tid; i < count; i += 256)
-    keep(load_act_float(best + (size_t)blockIdx.x * count + i),
-         load_act_int(row + (size_t)blockIdx.x * count + i));
-#pragma unroll
-  for (int o = 16; o; o >>= 1) {
-    const float v = __shfl_xor_sync(INK_FULL_WARP, value, o);
-    keep(v, __shfl_xor_sync(INK_FULL_WARP, id, o));
-  }
-  if ((tid & 31) == 0) sm.best[tid >> 5] = value, sm.row[tid >> 5] = id;
-  __syncthreads();
-  if (tid == 0) {
-    for (int q = 1; q < 8; q++) keep(sm.best[q], sm.row[q]);
-    tokens[blockIdx.x] = id == 0x7FFFFFFF ? 0 : id;
-  }
+  const size_t first = (size_t)blockIdx.x * count;
+  const Choice choice = sm.run(best + first, row + first, count);
+  if (threadIdx.x == 0) tokens[blockIdx.x] = choice.row;
 }

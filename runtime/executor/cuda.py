@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inkrt.errors import DeviceError, EngineMismatchError, RequestError
+from inkrt.errors import DeviceError, EngineMismatchError
 from inkrt.runtime.engine_file import EngineConfig, read_code
 from inkrt.runtime.executor import StepInput, StepOutput
 from inkrt.runtime.executor.cuda_memory import DeviceMemory, num_bytes
@@ -229,12 +229,6 @@ class CudaExecutor:
 
     def _send_inputs(self, step_input: StepInput) -> None:
         sampling = step_input.sampling
-        if sampling.temperature > 0:
-            raise RequestError(
-                f"temperature {sampling.temperature}: this version chooses greedily on a GPU; "
-                f"use temperature 0, or a cpu engine",
-                param="temperature",
-            )
         values: dict[str, Any] = {
             "tokens": step_input.tokens,
             "position": [step_input.position],

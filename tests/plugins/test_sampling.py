@@ -213,6 +213,26 @@ def test_min_p_of_one_keeps_only_the_largest():
     assert set(_draw(rows, min_p=1.0, seed=1).tolist()) == {0, 6}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_a_largest_logit_that_is_not_finite_is_taken(filters: dict[str, float], temperature: float):
+    inf, nan = math.inf, math.nan
+    rows = torch.tensor(
+        [
+            [1.0, -inf, nan, 3.0, inf, nan],
+            [1.0, -inf, 0.0, inf, 3.0, inf],
+            [-inf] * 6,
+        ]
+    )
+    assert _draw(rows, temperature=temperature, seed=3, **filters).tolist() == [2, 3, 0]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.01}])
+def test_a_logit_of_minus_infinity_is_never_drawn(filters: dict[str, float]):
+    rows = torch.tensor([-math.inf, 0.5, -math.inf, 0.0, 0.25]).expand(200, -1)
+    assert set(_draw(rows, seed=4, **filters).tolist()) == {1, 3, 4}
+
+
 def test_same_arguments_same_tokens_and_other_seed_other_tokens():
     rows = torch.zeros(8, 5000)
     first = _draw(rows, seed=5)

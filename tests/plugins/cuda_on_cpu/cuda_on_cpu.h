@@ -134,13 +134,13 @@ void meet(Meeting& m, F expected) {
 // Every lane hands in values and sees those of all lanes.
 template <class T>
 const u64 (*exchange(const T* mine, int count))[12] {
-  static_assert(sizeof(T) == 4, "32-bit values");
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "32 or 64 bits");
   Warp& w = current->block->warps[current->index.x / 32];
   const u64 phase = w.meeting.phase;
   u64* slot = w.slots[phase & 1][current->index.x % 32];
   for (int i = 0; i < count; i++) {
-    u32 bits;
-    memcpy(&bits, mine + i, 4);
+    u64 bits = 0;
+    memcpy(&bits, mine + i, sizeof(T));
     slot[i] = bits;
   }
   meet(w.meeting, [] { return 32u; });
@@ -148,9 +148,8 @@ const u64 (*exchange(const T* mine, int count))[12] {
 }
 template <class T>
 T as(u64 bits) {
-  const u32 low = (u32)bits;
   T v;
-  memcpy(&v, &low, 4);
+  memcpy(&v, &bits, sizeof(T));  // the low bytes
   return v;
 }
 inline void enter() {
@@ -269,6 +268,12 @@ template <class T>
 T __shfl_sync(u32, T v, int lane) {
   return emu::as<T>(emu::exchange(&v, 1)[lane][0]);
 }
+template <class T>
+T __shfl_up_sync(u32, T v, int distance) {
+  auto all = emu::exchange(&v, 1);
+  const int from = (int)(emu::current->index.x % 32) - distance;
+  return from < 0 ? v : emu::as<T>(all[from][0]);
+}
 static inline u32 __reduce_max_sync(u32, u32 v) {
   auto all = emu::exchange(&v, 1);
   u32 best = 0;
@@ -308,6 +313,11 @@ static inline float __fsub_rn(float a, float b) {
 static inline u32 atomicOr(u32* p, u32 v) {
   const u32 old = *p;
   *p |= v;
+  return old;
+}
+static inline u32 atomicAdd(u32* p, u32 v) {
+  const u32 old = *p;
+  *p += v;
   return old;
 }
 static inline int atomicExch(int* p, int v) {

@@ -79,6 +79,19 @@ static inline u64 load_relaxed(const u64* p) {
 static inline void store_relaxed(u64* p, u64 v) {
   *p = v;
 }
+static inline void add_relaxed(u64* p, u64 v) {
+  *p += v;
+}
+static inline void max_relaxed(u64* p, u64 v) {
+  *p = max(*p, v);
+}
+static inline u32 arrive(u32* p) {
+  return (*p)++;
+}
+static inline u32 load_arrivals(const u32* p) {
+  emu::yield();
+  return *p;
+}
 // The bytes arrive at the wait.
 static inline void copy_async4(void* to, const void* from) {
   emu::current->copies.push_back({to, from, 4});

@@ -75,7 +75,12 @@ class Emulator:
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
         """The compiled kernel."""
         defines = [f"-D{name}={value}" for name, value in kernel.defines]
-        sources = [*_PLUGINS.glob("w4a16/*.cu*"), *_HERE.glob("*.cpp"), *_HERE.glob("*.h")]
+        sources = [
+            *_PLUGINS.glob("*.cuh"),
+            *_PLUGINS.glob("w4a16/*.cu*"),
+            *_HERE.glob("*.cpp"),
+            *_HERE.glob("*.h"),
+        ]
         text = "\0".join([kernel.entry, str(kernel.source), *defines])
         digest = hashlib.sha256(text.encode())
         for path in sorted(sources):
