@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inkrt.errors import ConfigError
+from inkrt.plugins.tactic import GPU_TARGETS
 
 # A verify step has at most this many tokens: decode kernels are T-invariant up to there.
 MAX_VERIFY_TOKENS = 8
 
 TP_SIZES = (1, 2, 4, 8)
-TARGETS = ("cpu", "sm_90a")
+TARGETS = ("cpu", *GPU_TARGETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,12 @@ class BuildOptions:
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
     """
 
-    target: str = field(default="cpu", metadata={"help": "what the engine runs on: cpu or sm_90a"})
+    target: str = field(
+        default="cpu",
+        metadata={
+            "help": "what the engine runs on: cpu, sm_90a, or sm_100a (compiled, never run yet)"
+        },
+    )
     tp_size: int = field(default=1, metadata={"help": "ranks that share the model: 1, 2, 4 or 8"})
     moe_split: Literal["experts", "width"] = field(
         default="experts",

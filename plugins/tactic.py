@@ -14,6 +14,10 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
+# Architectures that kernels are compiled for. What is written for wgmma runs on HOPPER only.
+HOPPER, BLACKWELL = "sm_90a", "sm_100a"
+GPU_TARGETS = (HOPPER, BLACKWELL)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorArg:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from inkrt.plugins.tactic import (
+    GPU_TARGETS,
     CallArgs,
     Float32,
     KernelLaunch,
@@ -21,7 +22,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     x = tensor_arg(args, "x")
     num_tokens, hidden = x.shape
     fits = x.dtype == torch.bfloat16 and args["dtype"] == torch.bfloat16
-    if target != "sm_90a" or not fits or hidden % 256 or hidden > 8192:
+    if target not in GPU_TARGETS or not fits or hidden % 256 or hidden > 8192:
         return []
     has_delta = args["delta"] is not None
     kernel = KernelLaunch(

@@ -1,8 +1,8 @@
 """Tactics of decode and verify attention on sm_90a, for the attention operators' `tactics.py`.
 
 Two kernels: attention.cu on wgmma for head dim 128 and up to eight q heads per kv head, and
-attention_simple.cu for every other shape that plugins.kv_layout can store. Both expect the step's
-own rows in the cache and use the layout of plugins.kv_layout.
+attention_simple.cu for every other shape that plugins.kv_layout can store, and for other GPUs.
+Both expect the step's own rows in the cache and use the layout of plugins.kv_layout.
 
 A token's bits follow from its position and from how keys are split, so candidates for one call
 differ only in what leaves bits alone (the group of tokens of a block, stages), and the split does
@@ -17,6 +17,8 @@ import torch
 from inkrt.plugins.kv_layout import PAGE_TOKENS, has_layout
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.tactic import (
+    GPU_TARGETS,
+    HOPPER,
     CallArgs,
     Float32,
     KernelLaunch,
@@ -134,9 +136,9 @@ def sink_attention_tactics(target: str, args: CallArgs) -> list[Tactic]:
         pages of 64 tokens or rings that cannot hold the window and the step.
     """
     call = read_call(args)
-    if target != "sm_90a" or call is None:
+    if target not in GPU_TARGETS or call is None:
         return []
-    if call.head_dim != _HEAD_DIM or call.heads_per_kv > _MAX_HEADS_PER_KV:
+    if target != HOPPER or call.head_dim != _HEAD_DIM or call.heads_per_kv > _MAX_HEADS_PER_KV:
         return [simple_tactic(call)]
     return [fast_tactic(call, split) for split in splits(call)]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from inkrt.plugins.tactic import CallArgs, Tactic, tensor_arg
+from inkrt.plugins.tactic import GPU_TARGETS, CallArgs, Tactic, tensor_arg
 from inkrt.plugins.w4a16.shapes import MAX_TOKENS, Dims
 from inkrt.plugins.w4a16.tactics import embed
 
@@ -12,6 +12,6 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     table, (num_tokens,) = tensor_arg(args, "table"), tensor_arg(args, "tokens").shape
     rows, hidden = table.shape
     fits = table.dtype == torch.bfloat16 and hidden % 8 == 0 and num_tokens <= MAX_TOKENS
-    if target != "sm_90a" or not fits:
+    if target not in GPU_TARGETS or not fits:
         return []
     return [embed(Dims(hidden=hidden, vocab=rows), num_tokens)]

@@ -66,8 +66,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const bool is_owner = b < OWNERS;
   const int first_tile = b * ROW_TILES / BLOCKS, num_tiles = (b + 1) * ROW_TILES / BLOCKS - first_tile;
   const int router_rows = is_owner ? max(0, min(ROUTER_ROWS, EXPERTS - b * ROUTER_ROWS)) : 0;
-  const int p = load_act_int(position), ring_slot = load_act_int(slot);
-  const u32 first_slot = slots_used[b];
   Patience patience{error};
   u8* const ring = sm.gate_up;
   bf16* const page = sm.x[warp];
@@ -93,16 +91,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     pages.v_cache = sm.layer[layer & 1].at[V_CACHE];
     pages.table = HAS_WINDOW[layer] ? nullptr : page_table;
     pages.ring_pages = RING / attention::kPage;
-    pages.ring_first = ring_slot * pages.ring_pages;
-    pages.position = p;
+    pages.ring_first = sm.ring_slot * pages.ring_pages;
+    pages.position = sm.position;
     return pages;
   };
-  auto slot_of = [&](int layer) -> Slot& { return exchange[(first_slot + layer) % NUM_SLOTS]; };
-  const int piece = warp - FIRST_WARP, point_of_piece = piece < 0 ? -1 : (int)(schedule >> (4 * piece) & 15);
+  auto slot_of = [&](int layer) -> Slot& { return exchange[(sm.first_slot + layer) % NUM_SLOTS]; };
+  const int piece = warp - FIRST_WARP;
   auto request_at = [&](int point, int layer) {  // all warps
-    if (point == point_of_piece && layer < LAYERS && lane == 0) request(sm, sm.layer[layer & 1], piece);
+    if (piece >= 0 && point == (int)(schedule >> (4 * piece) & 15) && layer < LAYERS && lane == 0)
+      request(sm, sm.layer[layer & 1], piece);
   };
 
+  const int p = load_act_int(position);
+  if (tid == 0) {
+    sm.position = p;
+    sm.ring_slot = load_act_int(slot);
+    sm.first_slot = slots_used[b];
+  }
   if (tid < 6) mbar_init((&sm.bar_qkv) + tid, 1);
   if (tid < 3) mbar_init(sm.bar_gate_up + tid, 1);
   if (tid < 2 * ATTN_STAGES) mbar_init(sm.bar_pages + tid, 1);
@@ -416,5 +421,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (warp == 1 && has_next) pages_of(index + 1).prefetch(0, attention::EARLY_STAGES, ring, sm.bar_pages, lane);
   }
-  if (tid == 0) slots_used[b] = (first_slot + LAYERS) % NUM_SLOTS;
+  if (tid == 0) slots_used[b] = (sm.first_slot + LAYERS) % NUM_SLOTS;
 }

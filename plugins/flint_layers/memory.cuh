@@ -91,6 +91,8 @@ struct Shared {
   float sine[HEAD / 2], cosine[HEAD / 2];
   alignas(16) u8 row[512];
   Layer layer[2];
+  int position, ring_slot;  // here, not in registers, of which there are none to spare
+  u32 first_slot;           // of the exchange, for layer 0
   attention::Share share[2];  // without and with a window
   float routing_weight[8], gate_up_unit[8], down_unit[8];
   u64 bar_qkv, bar_o, bar_shared_gate_up, bar_router, bar_shared_down, bar_down, bar_gate_up[3];

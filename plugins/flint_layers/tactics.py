@@ -1,7 +1,7 @@
 """How `flint_layers` runs on a GPU: one launch whose blocks hand each other vectors, for one token.
 
-See `layers.cu`. Sizes are those of Flint, but for the number of layers, experts, kv heads and the
-kinds of layers: a warp's share of every product is fixed.
+See `layers.cu`. Sizes are those of Flint, but for the number of layers and experts, the kinds of
+layers and the window: a warp's share of every product is fixed.
 """
 
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 
 from inkrt.plugins.kv_layout import PAGE_TOKENS
 from inkrt.plugins.tactic import (
+    HOPPER,
     CallArgs,
     Float32,
     Int32,
@@ -50,7 +51,7 @@ _SLOTS = 4
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     """The launch for one token in bfloat16 and sizes of Flint; an empty list for anything else."""
     x = tensor_arg(args, "x")
-    if target != "sm_90a" or x.shape[0] != 1 or x.dtype != torch.bfloat16:
+    if target != HOPPER or x.shape[0] != 1 or x.dtype != torch.bfloat16:
         return []
     dims = _dims(args)
     windows = [int(window) for window in number_list_arg(args, "windows")]
@@ -65,7 +66,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         dims.hidden == 2048
         and dims.heads * HEAD == _ATTENDED
         and tensor_list_arg(args, "q_norm")[0].shape == (HEAD,)
-        and heads_per_kv <= 8
+        and heads_per_kv == 8
         and (dims.heads + 2 * dims.kv_heads) * 8 <= 3 * MULTIPROCESSORS
         and dims.experts <= 256
         and dims.experts % 8 == 0

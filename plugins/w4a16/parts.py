@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import torch
 
-from inkrt.plugins.tactic import Param, Pointer, Tactic, TensorArg
+from inkrt.plugins.tactic import GPU_TARGETS, Param, Pointer, Tactic, TensorArg
 from inkrt.plugins.w4a16.shapes import MAX_TOKENS, Dims
 from inkrt.plugins.w4a16.tactics import Names, moe
 
 
 def is_supported(target: str, x: TensorArg) -> bool:
     """Whether the kernels take activations [T, K] on a target."""
-    return target == "sm_90a" and x.dtype == torch.bfloat16 and x.shape[0] <= MAX_TOKENS
+    return target in GPU_TARGETS and x.dtype == torch.bfloat16 and x.shape[0] <= MAX_TOKENS
 
 
 def matrix_names(

@@ -1,11 +1,11 @@
 """Attention kernels of sm_90a without a GPU: cache layout, tactics, compilation, spills."""
 
 import itertools
-import struct
 from dataclasses import replace
 
 import pytest
 import torch
+from cubin import resources
 
 from inkrt.builder.compile import compile_cubin
 from inkrt.plugins import kv_layout
@@ -132,7 +132,9 @@ def test_a_dim_that_wgmma_does_not_take_gets_the_simple_kernel() -> None:
 
 
 def test_calls_without_a_kernel() -> None:
-    assert sink_attention_tactics("sm_100a", call_args(FULL)) == []
+    assert sink_attention_tactics("sm_80", call_args(FULL)) == []
+    (other_gpu,) = sink_attention_tactics("sm_100a", call_args(FULL))
+    assert other_gpu.name == "simple"
     assert find(replace(FULL, num_tokens=9)) == []
     assert find(replace(FULL, head_dim=10)) == []
     assert find(replace(SLIDING, ring_rows=512)) == []  # cannot hold the window and eight rows
@@ -165,33 +167,6 @@ def kernels() -> list[KernelLaunch]:
         relative(inkling, Split(1, 16, 1, 8, 4)),
         relative(ring, Split(8, 1, 1, 8, 4)),
     ]
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, of a cubin with one kernel.
-
-    A cubin is an ELF file. Its section .nv.info is a list of (format, attribute, size) and payload;
-    the payloads of interest are two words: symbol, value. Spilled registers stand on the stack.
-    """
-    attributes = {0x2F: "registers", 0x11: "stack"}
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    entry_size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]
-    found: dict[str, int] = {}
-    for name, _, _, _, offset, size in headers:
-        start = headers[names][4] + name
-        if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
-            continue
-        position = offset
-        while position < offset + size:
-            kind, attribute, length = struct.unpack_from("<BBH", cubin, position)
-            position += 4
-            if kind == 4:
-                if attribute in attributes:
-                    _, value = struct.unpack_from("<II", cubin, position)
-                    found[attributes[attribute]] = value
-                position += length
-    return found
 
 
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda k: f"{k.entry}-{k.grid}-{k.smem_bytes}")

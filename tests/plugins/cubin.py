@@ -1,0 +1,30 @@
+"""What a cubin says of its kernels."""
+
+import struct
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread and bytes of its stack, of a cubin with one kernel.
+
+    A cubin is an ELF file. Its section .nv.info is a list of (format, attribute, size) and payload;
+    the payloads of interest are two words: symbol, value. Spilled registers stand on the stack.
+    """
+    attributes = {0x2F: "registers", 0x11: "stack"}
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]
+    found: dict[str, int] = {}
+    for name, _, _, _, offset, size in headers:
+        start = headers[names][4] + name
+        if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
+            continue
+        position = offset
+        while position < offset + size:
+            kind, attribute, length = struct.unpack_from("<BBH", cubin, position)
+            position += 4
+            if kind == 4:
+                if attribute in attributes:
+                    _, value = struct.unpack_from("<II", cubin, position)
+                    found[attributes[attribute]] = value
+                position += length
+    return found
