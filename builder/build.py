@@ -38,6 +38,7 @@ from inkrt.engines.interface import (
 from inkrt.engines.reader import ConfigReader
 from inkrt.errors import ConfigError
 from inkrt.plugins.registry import plugins
+from inkrt.plugins.tactic import BLACKWELL
 from inkrt.runtime.engine_file import (
     CONFIG_NAME,
     FORMAT,
@@ -169,6 +170,8 @@ def build_engine(
     check_target(target)
     checkpoint = open_checkpoint(checkpoint_folder)
     progress(f"checkpoint {checkpoint_folder}: {len(checkpoint.names)} tensors")
+    if options.target == BLACKWELL:
+        progress(f"target {BLACKWELL}: kernels compile, but none has run on such a GPU yet")
     prepared = prepare(checkpoint, options, progress, dump_folder)
     is_dummy = options.weights == "dummy"
     needed = _FOLDER_OVERHEAD_BYTES + (0 if is_dummy else prepared.weight_bytes)

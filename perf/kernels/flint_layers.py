@@ -83,14 +83,14 @@ class Launch:
         (self.schedule_at,) = (
             i for i, param in enumerate(self.kernel.params) if isinstance(param, IntParam)
         )
-        self._code = self.executor._modules[self.kernel.cubin]
+        self.code = self.executor._modules[self.kernel.cubin]
         self._load = ObjectCode.from_cubin
         pages = list(range(-(-(context + 1) // 64)))
         self.executor.run("decode", StepInput([1], context, 0, pages, Sampling()))
 
     def use(self, cubin: bytes) -> None:
         """Run other code from now on."""
-        self._code = self._load(cubin)
+        self.code = self._load(cubin)
 
     def run(
         self, count: int, *, schedule: int | None = None, extra: tuple[Any, ...] = ()
@@ -100,7 +100,7 @@ class Launch:
 
         executor = self.executor
         driver, check, stream = executor._driver, executor._check, executor._stream
-        function = self._code.get_kernel("layers")
+        function = self.code.get_kernel("layers")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         smem_bytes = self.kernel.smem_bytes
         check(driver.cuKernelSetAttribute(attribute, smem_bytes, function.handle, 0))
@@ -164,6 +164,36 @@ def trace(launch: Launch, kernel: KernelLaunch, layers: int, macros: list[tuple[
         say(f"  {name:26s} 10: {low:6.2f}  50: {middle:6.2f}  90: {high:6.2f}")
 
 
+def check_bits(engine: Engine, launch: Launch, context: int) -> None:
+    """Compare logits of decode steps, with the code in use, to those of two-token steps; time both.
+
+    The caches hold whatever they hold: the same for both.
+    """
+    executor = launch.executor
+    executor._modules[launch.kernel.cubin] = launch.code
+    executor._graphs["decode"] = executor._capture(executor.plan("decode"))
+    pages = list(range(-(-(context + 64) // 64)))
+    tokens = [(37 * i + i * i) % 1000 for i in range(40)]
+
+    def step(name: str, index: int, count: int) -> Any:
+        inputs = StepInput(tokens[index : index + count], context + index, 0, pages, Sampling())
+        return executor.run(name, inputs).logits
+
+    wide = [row for index in range(0, len(tokens), 2) for row in step("verify2", index, 2)]
+    rows = [step("decode", index, 1)[0] for index in range(len(tokens))]
+    again = [step("decode", index, 1)[0] for index in range(len(tokens))]
+    equal = sum(
+        np.array_equal(a, b) and np.array_equal(a, c)
+        for a, b, c in zip(rows, wide, again, strict=True)
+    )
+    say(f"  equal to two-token steps: {equal} of {len(tokens)} rows")
+    for position in (1024, 8192, 100_000, 262_000):
+        if position < engine.config.max_seq_len:
+            many = list(range(-(-(position + 1) // 64)))
+            times = executor.time_step("decode", StepInput([1], position, 0, many, Sampling()), 40)
+            say(f"  step at {position}: {1e3 * statistics.median(times):.1f} us")
+
+
 def kernel_of(values: dict[str, Any], engine: Engine) -> tuple[KernelLaunch, int]:
     """The launch's description and its number of layers, for a model's configuration."""
     config = parse_config(values)
@@ -197,6 +227,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--schedules", type=int, default=0)
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--variant", action="append", default=[])
     options = parser.parse_args()
     with Engine.open(options.engine) as engine:
@@ -213,6 +244,8 @@ def main() -> None:
             say(f"{variant or 'launch'}: {statistics.median(times):.1f} us, least {min(times):.1f}")
             if options.schedules:
                 search(launch, options.schedules)
+            if options.check:
+                check_bits(engine, launch, options.context)
             if options.trace:
                 trace(launch, kernel, layers, macros)
 

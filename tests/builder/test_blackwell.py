@@ -30,7 +30,9 @@ def test_flint_compiles_for_blackwell(tmp_path: Path) -> None:
     pytest.importorskip("cuda.core", reason="NVRTC needs cuda.core and nvidia-cuda-nvrtc")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     options = BuildOptions(target="sm_100a", weights="dummy", max_verify_tokens=2)
-    build_engine(tmp_path, tmp_path / "engine", options)
+    lines: list[str] = []
+    build_engine(tmp_path, tmp_path / "engine", options, lines.append)
+    assert any("none has run on such a GPU" in line for line in lines)
     assert read_config(tmp_path / "engine").target == "sm_100a"
     code = read_code(tmp_path / "engine", 0)
     kernels = [k for plan in code.plans.values() for x in plan.launches for k in x.kernels]

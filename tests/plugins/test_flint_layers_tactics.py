@@ -45,7 +45,7 @@ FLINT = [0, 513, 513, 513, 0]
 
 @pytest.mark.parametrize(
     ("experts", "windows", "stack"),
-    # With fewer experts the compiler keeps up to four words, which no critical path reads, in memory.
+    # With fewer experts the compiler keeps up to four words in memory; no critical path reads them.
     [(256, FLINT, 0), (40, [513, 513], 16), (128, [0, 0, 0], 16), (8, [64, 0], 16)],
 )
 def test_launches_compile_without_spills(experts: int, windows: list[int], stack: int) -> None:
