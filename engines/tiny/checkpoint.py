@@ -6,6 +6,7 @@ The same arguments give the same bytes on every machine.
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,13 +42,23 @@ class TinyModel:
     write_gguf: Callable[[Path, int, torch.dtype], None] | None
 
 
+def flint_model(sizes: flint.Sizes) -> TinyModel:
+    """A Flint of given sizes."""
+    return TinyModel(
+        partial(flint.config, sizes=sizes),
+        partial(flint.tensors, sizes=sizes),
+        flint.to_transformers,
+        tokenizer.GLM,
+        partial(flint_gguf.write, sizes=sizes),
+    )
+
+
 MODELS = {
     "inkling2": TinyModel(
         inkling2.config, inkling2.tensors, inkling2.to_transformers, tokenizer.INKLING, None
     ),
-    "flint": TinyModel(
-        flint.config, flint.tensors, flint.to_transformers, tokenizer.GLM, flint_gguf.write
-    ),
+    "flint": flint_model(flint.TINY),
+    "flint-wide": flint_model(flint.WIDE),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -1,8 +1,9 @@
-"""A tiny Flint: its configuration, and its tensors under the publisher's names.
+"""Small Flints: their configuration, and their tensors under the publisher's names.
 
-Widths are multiples of 64, as NVFP4 in a GGUF file wants, and of little else. Every query group has
-8 heads, the window is shorter than a test's prompt, and 8 layers have all kinds in the published
-order: two dense full ones, sliding ones, full ones, a full last one.
+Widths of the tiny one are multiples of 64, as NVFP4 in a GGUF file wants, and of little else; those
+of the wide one fit the kernels for a GPU. Every query group has 8 heads, the window is shorter than
+a test's prompt, and 8 layers have all kinds in the published order: two dense full ones, sliding
+ones, full ones, a full last one.
 
 Matrices are rounded to NVFP4 before anything is written, with global scales that are powers of two.
 So they are exact in bfloat16 too, and a GGUF file and safetensors of one seed are the same model.
@@ -13,6 +14,7 @@ Weight scales keep every part audible and the random network calm, as for `inkli
 import hashlib
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,18 +24,38 @@ from inkrt.engines.tiny import tokenizer
 from inkrt.engines.tiny.nvfp4 import QuantizedMatrix, power_of_two, quantize
 from inkrt.engines.tiny.random_tensor import RandomTensor, draw
 
-HIDDEN = 192
-NUM_LAYERS = 8
-NUM_DENSE = 2
-NUM_HEADS = 16
-NUM_KV_HEADS = 2
-HEAD_DIM = 32
-WINDOW = 21
-DENSE_WIDTH = 320
-NUM_EXPERTS = 16
-TOP_K = 6
-EXPERT_WIDTH = 64
-SHARED_WIDTH = 128
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Dimensions of a small Flint; see `FlintConfig` for what they mean."""
+
+    hidden: int
+    num_layers: int
+    num_dense: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    dense_width: int
+    num_experts: int
+    top_k: int
+    expert_width: int
+    shared_width: int
+
+    def is_full(self, layer: int) -> bool:
+        """Whether a layer has full attention (and no positional encoding)."""
+        return layer < 2 or layer % 4 == 1 or layer == self.num_layers - 1
+
+
+TINY = Sizes(
+    hidden=192, num_layers=8, num_dense=2, num_heads=16, num_kv_heads=2, head_dim=32, window=21,
+    dense_width=320, num_experts=16, top_k=6, expert_width=64, shared_width=128,
+)  # fmt: skip
+# As narrow as the kernels for a GPU take: widths of 256 and heads of 128.
+WIDE = Sizes(
+    hidden=256, num_layers=8, num_dense=2, num_heads=16, num_kv_heads=2, head_dim=128, window=70,
+    dense_width=512, num_experts=16, top_k=6, expert_width=256, shared_width=512,
+)  # fmt: skip
 
 # Matrices that are one operator argument in an engine must have one global scale.
 _GROUPS = (
@@ -42,40 +64,42 @@ _GROUPS = (
 )
 
 
-def config(dtype: str) -> dict[str, Any]:
+def config(dtype: str, sizes: Sizes = TINY) -> dict[str, Any]:
     """The content of `config.json`.
 
     Args:
         dtype: main dtype, "bfloat16" or "float32".
+        sizes: of the model.
     """
     return {
         "architectures": ["FlintForCausalLM"],
         "model_type": "flint",
         "dtype": dtype,
         "vocab_size": tokenizer.VOCAB_SIZE,
-        "hidden_size": HIDDEN,
-        "intermediate_size": DENSE_WIDTH,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_KV_HEADS,
-        "head_dim": HEAD_DIM,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.dense_width,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "sliding_window": WINDOW,
+        "sliding_window": sizes.window,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "layer_types": [
-            "full_attention" if is_full(i) else "sliding_attention" for i in range(NUM_LAYERS)
+            "full_attention" if sizes.is_full(i) else "sliding_attention"
+            for i in range(sizes.num_layers)
         ],
-        "no_rope_layer_indices": [i for i in range(NUM_LAYERS) if is_full(i)],
-        "mlp_only_layers": list(range(NUM_DENSE)),
-        "moe_intermediate_size": EXPERT_WIDTH,
-        "shared_expert_intermediate_size": SHARED_WIDTH,
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": TOP_K,
+        "no_rope_layer_indices": [i for i in range(sizes.num_layers) if sizes.is_full(i)],
+        "mlp_only_layers": list(range(sizes.num_dense)),
+        "moe_intermediate_size": sizes.expert_width,
+        "shared_expert_intermediate_size": sizes.shared_width,
+        "num_experts": sizes.num_experts,
+        "num_experts_per_tok": sizes.top_k,
         "norm_topk_prob": True,
         "router_score_function": "sigmoid",
         "decoder_sparse_step": 1,
@@ -90,28 +114,26 @@ def config(dtype: str) -> dict[str, Any]:
     }
 
 
-def is_full(layer: int) -> bool:
-    """Whether a layer has full attention (and no positional encoding)."""
-    return layer < 2 or layer % 4 == 1 or layer == NUM_LAYERS - 1
-
-
-def contents(seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
+def contents(
+    seed: int, dtype: torch.dtype, sizes: Sizes = TINY
+) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
     """Every tensor of the checkpoint, layer by layer, by its publisher's name.
 
     Args:
         seed: other seeds give other weights.
         dtype: of the tensors that are neither quantized nor kept in float32.
+        sizes: of the model.
     """
-    for spec in _plain():
+    for spec in _plain(sizes):
         yield spec.name, draw(spec, seed, dtype)
-    for spec in _matrices():
+    for spec in _matrices(sizes):
         scale = power_of_two(spec.std) * _variation(spec.name)
         yield spec.name, quantize(draw(spec, seed, torch.float64), scale)
 
 
-def tensors(seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def tensors(seed: int, dtype: torch.dtype, sizes: Sizes = TINY) -> Iterator[tuple[str, Tensor]]:
     """The same as plain tensors, as safetensors hold them; nothing is rounded."""
-    for name, value in contents(seed, dtype):
+    for name, value in contents(seed, dtype, sizes):
         yield name, value if isinstance(value, Tensor) else value.values().to(dtype)
 
 
@@ -124,11 +146,15 @@ def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
             if ".mlp.experts." not in name:
                 renamed[name.replace(".softmax_offset", ".sinks")] = value
             continue
+        num_experts = sum(
+            bool(re.fullmatch(rf"{re.escape(match[1])}\.\d+\.down_proj\.weight", x))
+            for x in published
+        )
         parts = ("gate", "up") if match[2] == "gate" else ("down",)
         renamed[f"{match[1]}.{'_'.join(parts)}_proj"] = torch.stack(
             [
                 torch.cat([published[f"{match[1]}.{e}.{x}_proj.weight"] for x in parts])
-                for e in range(NUM_EXPERTS)
+                for e in range(num_experts)
             ]
         )
     return renamed
@@ -142,45 +168,47 @@ def _variation(name: str) -> float:
     return 2.0 ** (hashlib.sha256(group.encode()).digest()[0] % 3)
 
 
-def _plain() -> Iterator[RandomTensor]:
+def _plain(sizes: Sizes) -> Iterator[RandomTensor]:
     """Tensors that no release quantizes."""
-    yield RandomTensor("model.embed_tokens.weight", (tokenizer.VOCAB_SIZE, HIDDEN), 1.0)
-    for layer in range(NUM_LAYERS):
+    yield RandomTensor("model.embed_tokens.weight", (tokenizer.VOCAB_SIZE, sizes.hidden), 1.0)
+    for layer in range(sizes.num_layers):
         prefix = f"model.layers.{layer}."
-        yield _norm(prefix + "input_layernorm", HIDDEN)
+        yield _norm(prefix + "input_layernorm", sizes.hidden)
         # Sharp attention: queries and keys that agree stand out.
-        yield _norm(prefix + "self_attn.q_norm", HEAD_DIM, mean=1.2)
-        yield _norm(prefix + "self_attn.k_norm", HEAD_DIM, mean=1.2)
-        yield RandomTensor(prefix + "self_attn.softmax_offset", (NUM_HEADS,), 1.5, float32=True)
-        yield _norm(prefix + "post_attention_layernorm", HIDDEN)
-        if layer >= NUM_DENSE:
-            std = 1.5 * HIDDEN**-0.5
-            yield RandomTensor(prefix + "mlp.gate.weight", (NUM_EXPERTS, HIDDEN), std)
-    yield _norm("model.norm", HIDDEN)
+        yield _norm(prefix + "self_attn.q_norm", sizes.head_dim, mean=1.2)
+        yield _norm(prefix + "self_attn.k_norm", sizes.head_dim, mean=1.2)
+        yield RandomTensor(
+            prefix + "self_attn.softmax_offset", (sizes.num_heads,), 1.5, float32=True
+        )
+        yield _norm(prefix + "post_attention_layernorm", sizes.hidden)
+        if layer >= sizes.num_dense:
+            std = 1.5 * sizes.hidden**-0.5
+            yield RandomTensor(prefix + "mlp.gate.weight", (sizes.num_experts, sizes.hidden), std)
+    yield _norm("model.norm", sizes.hidden)
 
 
-def _matrices() -> Iterator[RandomTensor]:
+def _matrices(sizes: Sizes) -> Iterator[RandomTensor]:
     """Tensors that are NVFP4 in a GGUF release."""
-    q_width, kv_width = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
-    for layer in range(NUM_LAYERS):
+    q_width, kv_width = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    for layer in range(sizes.num_layers):
         prefix = f"model.layers.{layer}."
-        yield _linear(prefix + "self_attn.q_proj", q_width, HIDDEN)
-        yield _linear(prefix + "self_attn.k_proj", kv_width, HIDDEN)
-        yield _linear(prefix + "self_attn.v_proj", kv_width, HIDDEN)
-        yield _linear(prefix + "self_attn.o_proj", HIDDEN, q_width)
-        if layer < NUM_DENSE:
-            yield from _mlp(prefix + "mlp.", DENSE_WIDTH, 0.7)
+        yield _linear(prefix + "self_attn.q_proj", q_width, sizes.hidden)
+        yield _linear(prefix + "self_attn.k_proj", kv_width, sizes.hidden)
+        yield _linear(prefix + "self_attn.v_proj", kv_width, sizes.hidden)
+        yield _linear(prefix + "self_attn.o_proj", sizes.hidden, q_width)
+        if layer < sizes.num_dense:
+            yield from _mlp(prefix + "mlp.", sizes.hidden, sizes.dense_width, 0.7)
             continue
-        for expert in range(NUM_EXPERTS):
-            yield from _mlp(f"{prefix}mlp.experts.{expert}.", EXPERT_WIDTH, 1.0)
-        yield from _mlp(prefix + "mlp.shared_expert.", SHARED_WIDTH, 0.5)
-    yield _linear("lm_head", tokenizer.VOCAB_SIZE, HIDDEN, 3.0)
+        for expert in range(sizes.num_experts):
+            yield from _mlp(f"{prefix}mlp.experts.{expert}.", sizes.hidden, sizes.expert_width, 1.0)
+        yield from _mlp(prefix + "mlp.shared_expert.", sizes.hidden, sizes.shared_width, 0.5)
+    yield _linear("lm_head", tokenizer.VOCAB_SIZE, sizes.hidden, 3.0)
 
 
-def _mlp(prefix: str, width: int, gain: float) -> Iterator[RandomTensor]:
-    yield _linear(prefix + "gate_proj", width, HIDDEN)
-    yield _linear(prefix + "up_proj", width, HIDDEN)
-    yield _linear(prefix + "down_proj", HIDDEN, width, gain)
+def _mlp(prefix: str, hidden: int, width: int, gain: float) -> Iterator[RandomTensor]:
+    yield _linear(prefix + "gate_proj", width, hidden)
+    yield _linear(prefix + "up_proj", width, hidden)
+    yield _linear(prefix + "down_proj", hidden, width, gain)
 
 
 def _norm(prefix: str, size: int, mean: float = 1.0) -> RandomTensor:

@@ -31,13 +31,14 @@ _RENAMES = (
 )
 
 
-def write(folder: Path, seed: int, dtype: torch.dtype) -> None:
+def write(folder: Path, seed: int, dtype: torch.dtype, sizes: flint.Sizes = flint.TINY) -> None:
     """Write the file into a folder.
 
     Args:
         folder: to write into.
         seed: as for `flint.contents`.
         dtype: of the tensors that are neither quantized nor kept in float32.
+        sizes: of the model.
 
     Raises:
         ConfigError: the package `gguf` is not installed.
@@ -49,7 +50,7 @@ def write(folder: Path, seed: int, dtype: torch.dtype) -> None:
             "writing a GGUF file needs the package gguf; install it with: "
             "pip install 'inkrt[build]'"
         ) from None
-    tensors = _stacked(dict(flint.contents(seed, dtype)))
+    tensors = _stacked(dict(flint.contents(seed, dtype, sizes)))
     writer = gguf.GGUFWriter(folder / FILE_NAME, "flint")
     writer.add_name("tiny Flint")
     writer.add_array("general.tensor_extra.prec_a4", [False] * len(tensors))

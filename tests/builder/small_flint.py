@@ -1,6 +1,7 @@
 """A four-layer tiny Flint with all kinds of layers: its traced graphs, weights and state."""
 
 import copy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,17 @@ from inkrt.engines.flint.model import Flint
 from inkrt.engines.flint.weights import weight_sources
 from inkrt.engines.interface import Sharding
 from inkrt.engines.tiny import flint
-from inkrt.engines.tiny.checkpoint import write_checkpoint
+from inkrt.engines.tiny.checkpoint import MODELS, flint_model, write_checkpoint
 from inkrt.runtime.engine_file import StepSpec
 
 # Dense and full, dense and full, sliding, full; the latter two with experts.
-NUM_LAYERS = 4
+SIZES = replace(flint.TINY, num_layers=4)
 
 
 def write_small(folder: Path, **arguments: Any) -> Path:
     """Write its checkpoint; arguments are those of `write_checkpoint`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flint, "NUM_LAYERS", NUM_LAYERS)
+        patch.setitem(MODELS, "flint", flint_model(SIZES))
         write_checkpoint(folder, model="flint", **arguments)
     return folder
 
@@ -37,9 +38,7 @@ def write_small(folder: Path, **arguments: Any) -> Path:
 def small_config(*, is_nvfp4: bool) -> FlintConfig:
     """Its configuration."""
     quantization = {"quant_method": "nvfp4"} if is_nvfp4 else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flint, "NUM_LAYERS", NUM_LAYERS)
-        return parse_config(flint.config("bfloat16") | {"quantization_config": quantization})
+    return parse_config(flint.config("bfloat16", SIZES) | {"quantization_config": quantization})
 
 
 def small_module(sharding: Sharding, *, is_nvfp4: bool, last_row_only: bool = False) -> Flint:

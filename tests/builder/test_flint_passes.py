@@ -93,7 +93,7 @@ def test_launches_of_a_step(step: StepSpec, is_nvfp4: bool) -> None:
 def test_write_moves_ahead_up_to_the_length_of_the_ring(
     folders: dict[bool, Path], excess: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_tokens = ring_tokens(flint.WINDOW - 1) - (flint.WINDOW - 1) + excess
+    num_tokens = ring_tokens(flint.TINY.window - 1) - (flint.TINY.window - 1) + excess
     step = StepSpec("prefill", num_tokens, 1)
     weights, states = rank_weights(folders[False], ONE), rank_states(ONE)
     inputs = inputs_of(num_tokens, num_tokens)

@@ -207,7 +207,10 @@ def test_ranks_share_what_one_rank_has(folder: Folder) -> None:
         else:  # sinks, head, experts
             joined = torch.cat(shares)[: len(whole)]
         assert torch.equal(joined, whole), name
-    heads, kv = flint.NUM_HEADS * flint.HEAD_DIM, flint.NUM_KV_HEADS * flint.HEAD_DIM
+    heads, kv = (
+        flint.TINY.num_heads * flint.TINY.head_dim,
+        flint.TINY.num_kv_heads * flint.TINY.head_dim,
+    )
     q, k, v = one["layers.2.attn.qkv.weight"].split([heads, kv, kv])
     for rank, weights in enumerate(ranks):
         mine = [part.chunk(2)[rank] for part in (q, k, v)]

@@ -86,7 +86,7 @@ def test_logits_are_lively_and_calm_in_bfloat16(load: Callable[..., nn.Module]) 
 # Each silences or bends one part of the model: (modules by class name, attribute, new value).
 BENDS: dict[str, tuple[str, str, Callable[..., object]]] = {
     "no sinks": ("Attention", "sinks", lambda old: torch.full_like(old, -1e4)),
-    "window one longer": ("Model", "sliding_window", lambda _: flint.WINDOW + 1),
+    "window one longer": ("Model", "sliding_window", lambda _: flint.TINY.window + 1),
     "no query norm": ("Attention", "q_norm", lambda _: nn.Identity()),
     "no key norm": ("Attention", "k_norm", lambda _: nn.Identity()),
     "another rotation": ("RotaryEmbedding", "inv_freq", lambda old: old * 1.1),

@@ -28,7 +28,7 @@ from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling
 
 Make = Callable[..., Path]
-WINDOW = flint.WINDOW
+WINDOW = flint.TINY.window
 FORMATS = pytest.mark.parametrize("format_", ["safetensors", "gguf"])
 
 
