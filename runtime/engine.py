@@ -11,11 +11,12 @@ from inkrt.runtime.engine_file import (
     EngineConfig,
     check_files,
     plan_file,
+    read_code,
     read_config,
-    read_plans,
     require_files,
 )
 from inkrt.runtime.executor import Executor, open_executor
+from inkrt.runtime.plan import dangling
 from inkrt.runtime.session import Session
 from inkrt.runtime.state import StateManager
 from inkrt.runtime.tokenizer import Tokenizer
@@ -120,7 +121,10 @@ def _check_plans(folder: Path, config: EngineConfig) -> list[str]:
     wanted = {(step.name, step.num_tokens, step.num_rows) for step in config.steps}
     problems = []
     for rank in range(config.tp_size):
-        plans = read_plans(folder, rank).values()
+        code = read_code(folder, rank)
+        plans = code.plans.values()
         if {(plan.name, plan.num_tokens, plan.num_rows) for plan in plans} != wanted:
             problems.append(f"{plan_file(rank)} has other steps than {CONFIG_NAME} says (damaged)")
+        missing = (dangling(plan, code.cubins) for plan in plans)
+        problems += [f"{plan_file(rank)}: {what} (damaged)" for what in missing if what]
     return problems

@@ -4,7 +4,7 @@ This module owns the types of what an engine executes and knows neither how plan
 (builder) nor how they run (runtime.executor). Every rank of an engine runs the same plan.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -179,6 +179,35 @@ class Plan(Struct, frozen=True):
     outputs: dict[str, int]
     scratch_bytes: int = 0
     fills: tuple[Fill, ...] = ()
+
+
+def dangling(plan: Plan, cubins: Container[str]) -> str | None:
+    """What a plan refers to but does not have, in words; None if all is there.
+
+    Args:
+        plan: to check.
+        cubins: names of the code that is there.
+    """
+    count = len(plan.tensors)
+    for launch in plan.launches:
+        used = [*launch.outputs]
+        for argument in launch.args.values():
+            if isinstance(argument, Ref):
+                used.append(argument.tensor)
+            elif isinstance(argument, Refs):
+                used.extend(argument.tensors)
+        for kernel in launch.kernels:
+            if kernel.cubin not in cubins:
+                return f"step {plan.name}, {launch.op}: no code {kernel.cubin}"
+            for param in kernel.params:
+                if isinstance(param, TensorParam):
+                    used.append(param.tensor)
+                elif isinstance(param, TableParam):
+                    used.extend(param.tensors)
+        for index in used:
+            if not 0 <= index < count:
+                return f"step {plan.name}, {launch.op}: no tensor {index} of {count}"
+    return None
 
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "uint8": 1}

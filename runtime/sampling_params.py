@@ -47,8 +47,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not _is_finite(self.temperature) or self.temperature < 0:
             raise _error("temperature", self.temperature, "a number of at least 0")
-        if not _is_integer(self.top_k) or self.top_k < 0:
-            raise _error("top_k", self.top_k, "an integer of at least 0 (0 is off)")
+        if not _is_integer(self.top_k) or not 0 <= self.top_k < 2**31:
+            raise _error("top_k", self.top_k, "an integer from 0 (off) to 2147483647")
         if not _is_finite(self.top_p) or not 0 < self.top_p <= 1:
             raise _error("top_p", self.top_p, "a number above 0 and at most 1 (1 is off)")
         if not _is_finite(self.min_p) or not 0 <= self.min_p <= 1:

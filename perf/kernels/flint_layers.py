@@ -2,11 +2,12 @@
 
     ink-build FOLDER -o ENGINE --target sm_90a --weights dummy
     python perf/kernels/flint_layers.py ENGINE FOLDER/config.json [--context 1024] [--trace]
-        [--schedules ROUNDS] [--variant MACRO=VALUE,...]
+        [--schedules ROUNDS] [--check] [--variant MACRO=VALUE,...]
 
 The median time of the launch alone, back to back. `--schedules` searches for the points at which
 the next layer's weights are best requested, a piece at a time. `--trace` compiles the kernel with
 time stamps and prints when the events of a layer happen in a block, over layers and blocks.
+`--check` compares bits with steps of single launches and times whole steps.
 `--variant` (repeatable) does either with macros of an experiment.
 """
 
@@ -60,8 +61,7 @@ EVENTS = {
 }
 TRACED = 24
 OWNERS = 128
-# Points, and the first at which each piece's place in shared memory is free.
-POINTS, EARLIEST = 5, (0, 0, 0, 0, 0, 1, 3, 4)
+POINTS = 5  # of a layer at which weights may be requested
 
 
 class Launch:
@@ -129,10 +129,10 @@ def search(launch: Launch, rounds: int) -> None:
     value = time(best)
     say(f"schedule {best}: {value:.1f} us")
     for _ in range(rounds):
-        pieces = list(range(len(EARLIEST)))
+        pieces = list(range(len(tactics.EARLIEST)))
         rng.shuffle(pieces)
         for piece in pieces:
-            for point in range(EARLIEST[piece], POINTS):
+            for point in range(tactics.EARLIEST[piece], POINTS):
                 tried = [*best[:piece], point, *best[piece + 1 :]]
                 if tried != best and (found := time(tried)) < value:
                     best, value = tried, found

@@ -18,9 +18,9 @@ namespace attention {
 constexpr int WINDOW_BLOCKS = 8;
 constexpr int EARLY_STAGES = 2;  // of the ring lie where nothing else is at the end of a layer
 constexpr int JOIN_BARRIER = 6;
-// Of a reference point and denominator: a sector of the L2 is one block's, see layers.cu.
+// Of a reference point and denominator: a sector of the L2 is one block's, see memory.cuh.
 constexpr int SUM_COPIES = 4;
-static_assert(SUM_COPIES * WINDOW_BLOCKS == 32 && SUM_COPIES * 8 == 32, "a copy a lane");
+static_assert(SUM_COPIES * WINDOW_BLOCKS == 32, "a copy a lane");
 
 // Rows of a tile, which arm the barrier with their bytes. Not inlined, as all that only requests data:
 // the code of a layer should stay in the instruction cache.
@@ -39,6 +39,8 @@ __device__ __noinline__ void copy_rows(u8* tile, const u8* source, int first, in
 struct Share {
   int first, count, stride, offset;
   int cluster, clusters, kv_head, window;
+
+  INK_DEVICE bool takes_part() const { return cluster < clusters; }
 };
 INK_DEVICE Share find_share(int block, int position, int window) {
   Share p;
@@ -72,7 +74,6 @@ struct Pages : Share {
   int ring_first, ring_pages;
   int position;
 
-  INK_DEVICE bool takes_part() const { return cluster < clusters; }
   INK_DEVICE int page(int item) const { return first + item * stride; }
   INK_DEVICE int key(int item) const { return page(item) * kPage; }
   INK_DEVICE int first_item(int warpgroup) const { return (warpgroup + offset) % kWarpgroups; }

@@ -37,16 +37,17 @@ INK_DEVICE bool has_empty(uint2 v) {
   return max(v.x, v.y) == EMPTY;
 }
 
-// Bounds every wait of a thread; after the first that gives up, it waits no more.
+// Bounds every wait of a warp, whose lanes wait together; after the first that gives up, it waits no
+// more.
 struct Patience {
   int* error;
   u32 limit = INK_SPIN_LIMIT;
 #if TRACE
   long long* trace;  // of this block and layer
 #endif
-  INK_DEVICE bool is_over(u32 spins) {
+  INK_DEVICE bool is_over(u32 spins, int code = ERROR_SENTINEL) {
     if (spins < limit) return false;
-    if (limit) report_error(error, ERROR_SENTINEL);
+    if (limit) report_error(error, code);
     limit = 0;
     return true;
   }
@@ -55,8 +56,9 @@ struct Patience {
 // As mbar_wait.
 INK_DEVICE void wait(u64* bar, u32 parity, Patience& patience) {
 #pragma unroll 1
-  for (u32 spins = 0; !mbar_test(bar, parity) && !patience.is_over(spins); spins++) {
+  for (u32 spins = 0; !mbar_test(bar, parity) && !patience.is_over(spins, ERROR_MBARRIER); spins++) {
   }
+  patience.limit = __reduce_min_sync(INK_FULL_WARP, patience.limit);  // lanes give up together
 }
 
 // The warp's words, 16 bytes a lane, `stride` bytes apart.

@@ -54,7 +54,7 @@ INK_DEVICE void chosen_wait() {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     layers(const bf16* x, const bf16* delta, const u8* const* table, const int* page_table,
-           const int* position, const int* num_tokens, const int* slot, bf16* residual_out,
+           const int* position, const int* slot, bf16* residual_out,
            bf16* delta_out, Slot* exchange, float4* partials, float2* partial_sums, u32* slots_used,
            int* error, u32 schedule, float eps, float scale
 #if TRACE
@@ -172,19 +172,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (warp == 0) mark(index, 2);
     if (warp == 13 && has_next) load_layer(index + 1);
-    if (warp == 14 && is_owner) {
+    if (warp == 14) {
       uint4* const share = (uint4*)&slot_of(index + EMPTIED_AHEAD) + b * PIECES_OF_BLOCK;
-      for (int i = lane; i < PIECES_OF_BLOCK; i += 32) empty16(share + i);
-      asm volatile("fence.acq_rel.gpu;" ::: "memory");  // performed before anything this block publishes later
+      for (int i = lane; is_owner && i < PIECES_OF_BLOCK; i += 32) empty16(share + i);
+      // Performed, as what attention emptied in the last layer, before what this block publishes later.
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
     if (warp == 15) pages_of(index).prefetch(attention::EARLY_STAGES, ATTN_STAGES, ring, sm.bar_pages, lane);
 
     // ---- attention ----
-    if (warp < 11 && sm.share[HAS_WINDOW[index]].cluster < sm.share[HAS_WINDOW[index]].clusters) {
+    if (warp < 11 && sm.share[HAS_WINDOW[index]].takes_part()) {
       const attention::Pages pages = pages_of(index);
       const size_t set = (size_t)(index & 1) * KV_HEADS * 8 * ATTN_CLUSTERS;
       const attention::Args args = {nullptr, layer.at[SINKS], pages.k_cache, pages.v_cache, pages.table, position,
-                                    num_tokens, slot, nullptr, nullptr, nullptr, words.attended,
+                                    nullptr, slot, nullptr, nullptr, nullptr, words.attended,
                                     partials + set * 32, partial_sums + set * attention::SUM_COPIES, error, scale};
       const attention::Rotation rotation = {HAS_ROPE[index] ? sm.sine : nullptr, sm.cosine};
       const attention::OneToken one = {pages, args, words.heads, (const bf16*)layer.at[Q_NORM],

@@ -59,12 +59,16 @@ struct Slot {
   u32 shared[SHARED_WIDTH / 8][SECTOR];              // eight elements a tile
   u32 hidden[TOP_K * EXPERT_TILES][SECTOR];
 };
-// NUM_SLOTS are used in turn, from launch to launch. A slot is emptied in the layer before the one that
-// fills it, so that it lies in the L2 when it is polled. What it held was read NUM_SLOTS - 1 layers ago.
-constexpr int NUM_SLOTS = 4, EMPTIED_AHEAD = 1;
+// NUM_SLOTS are used in turn, from launch to launch. A slot is emptied two layers before it is filled:
+// late, so that it lies in the L2 when it is polled, but before any block can poll it. Blocks that own
+// no rows run ahead into the next layer; its stream tells them that all owners are past what they
+// published and emptied in this one. What the slot held two layers ago has been read by then, as
+// every block's heads of the layer before went into the stream of this one.
+constexpr int NUM_SLOTS = 4, EMPTIED_AHEAD = 2;
+static_assert(EMPTIED_AHEAD == 2 && EMPTIED_AHEAD <= NUM_SLOTS - 2, "see above");
 constexpr int PIECES_OF_BLOCK = sizeof(Slot) / 16 / OWNERS;
 static_assert(sizeof(Slot) % (16 * OWNERS) == 0, "a slot is emptied in equal shares");
-static_assert(sizeof(Slot) == SLOT_BYTES, "tactics.py and layers.cu disagree on a slot");
+static_assert(sizeof(Slot) == SLOT_BYTES, "tactics.py and memory.cuh disagree on a slot");
 
 struct Layer {
   const u8* at[COLUMNS];

@@ -31,7 +31,7 @@ from inkrt.plugins.w4a16.shapes import HEAD, MAX_SMEM, MULTIPROCESSORS, Dims
 
 _FOLDER = Path(__file__).parent
 _ATTENDED = 4096  # width of all heads
-# In the order of `Column` in layers.cu.
+# In the order of `Column` in memory.cuh.
 _COLUMNS = (
     "input_norm", "qkv", "qkv_global_scale", "q_norm", "k_norm", "sinks", "k_cache", "v_cache",
     "o", "o_global_scale", "mlp_norm", "router", "shared_gate_up", "shared_gate_up_global_scale",
@@ -45,6 +45,8 @@ _PACKED = (
 # Points at which pieces of the next layer's weights are requested, see memory.cuh; the best of
 # `perf/kernels/flint_layers.py --schedules`.
 SCHEDULE = (2, 1, 2, 1, 3, 3, 4, 4)
+# The first point at which each piece's place in shared memory is free.
+EARLIEST = (0, 0, 0, 0, 0, 1, 3, 4)
 _SLOTS = 4
 
 
@@ -76,7 +78,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         and len(thetas) <= 1
         and len(set(windows) - {0}) <= 1
         and all(ring % PAGE_TOKENS == 0 for ring in rings)
-        # A block takes at most a window's pages that the ring in shared memory holds at once.
+        # At most three of a window's pages are a block's, and the ring in shared memory holds four.
         and all(window <= 8 * 2 * PAGE_TOKENS for window in windows)
         and all(
             cache.shape[1] == PAGE_TOKENS
@@ -153,7 +155,7 @@ def tactic(
         smem_bytes=MAX_SMEM,
         params=(
             Pointer("x"), Pointer("delta"), Table(_COLUMNS), Pointer("page_table"),
-            Pointer("position"), Pointer("num_tokens"), Pointer("slot"), Output(0), Output(1),
+            Pointer("position"), Pointer("slot"), Output(0), Output(1),
             Scratch("exchange", _SLOTS * slot_bytes, fill=0xFF),
             Scratch("partials", partials * 512, fill=0xFF),
             Scratch("partial_sums", partials * 4 * 8, fill=0xFF),
@@ -177,7 +179,7 @@ def tactic(
 
 
 def _slot_bytes(dims: Dims) -> int:
-    """`Slot` of layers.cu."""
+    """`Slot` of memory.cuh."""
     heads = (dims.heads + 2 * dims.kv_heads) * HEAD * 2
     sectors = 4 * dims.hidden // 16 + dims.shared_width // 8 + dims.top_k * dims.width // 8
     return 2 * 4 * dims.hidden + heads + 2 * _ATTENDED + 32 * sectors

@@ -189,7 +189,7 @@ INK_DEVICE u32 select(Row& row, u32 floor, double goal, float max) {
       if (q < warp) sum += sm.sums[q];
       all += sm.sums[q];
     }
-    if (TOP_P && level == 0) goal *= (double)all;
+    if (TOP_P && level == 0) goal = fmax(goal * (double)all, 1.0);  // a share that is 0 in float32
 #pragma unroll
     for (int i = 0; i < BINS_OF_THREAD; i++) {
       if ((double)sum < goal && (double)(sum + sums[i]) >= goal) {  // in one bin of one thread

@@ -12,7 +12,7 @@ from inkrt.plugins.w4a16.shapes import (
 )
 
 _THREADS = 512
-_MOST_VOCAB = 2**18  # more would overflow a sum of probabilities
+_MOST_VOCAB = 2**18 - 1  # more would overflow a sum of probabilities
 
 
 def argmax(num_tokens: int, count: int, *, names: Names | None = None) -> KernelLaunch:

@@ -267,8 +267,8 @@ INK_DEVICE float strided_sum(const float* p, int stride) {
 
 // ---- residual add and RMSNorm in front of a product ----
 // The sum of squares of a row is a binary tree over its elements in their order, whoever computes
-// which part of it: of 8 by a thread, of 256 by a warp, or of 16 by the block that owns those rows
-// (flint_layers).
+// which part of it: of 8 by a thread and 256 by a warp here, of 4 by a lane and 128 by a warp in
+// flint_layers.
 INK_DEVICE float sum_of_squares(const float (&v)[8]) {
   float s[8];
 #pragma unroll

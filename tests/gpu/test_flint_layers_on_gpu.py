@@ -49,9 +49,9 @@ def test_only_steps_of_one_token_are_fused(engine):
     assert "flint_layers" not in wide
 
 
-@pytest.mark.parametrize("start", [0, 8100])
+@pytest.mark.parametrize("start", [0, 8100, 8570])
 def test_rows_equal_those_of_single_operators(engine, start):
-    """Across the window, pages and the ring's wrap; with pages enough that every block has some."""
+    """Across the window, pages, the ring's wrap; pages for every block; more than fit at once."""
     tokens = _prompt(640 if start == 0 else 96)
     with engine.session() as plain, engine.session() as wide:
         before = _prompt(start)

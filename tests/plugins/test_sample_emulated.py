@@ -162,7 +162,14 @@ def test_edges_of_the_filters(folder: Path) -> None:
     rows = rows_of(vocab, "flat", seed=3)
     rows[:, 33] += np.float32(5)  # two thirds of the probability
     sampler = Sampler(Emulator(folder), vocab, 2, 32)
-    for filters in ({"top_p": 0.5}, {"top_k": 1}, {"min_p": 1.0}, {"min_p": 0.5}, {"top_p": 1e-30}):
+    for filters in (
+        {"top_p": 0.5},
+        {"top_k": 1},
+        {"min_p": 1.0},
+        {"min_p": 0.5},
+        {"top_p": 1e-30},
+        {"top_p": 1e-50},  # 0 in float32
+    ):
         assert (sampler.draw(rows, seed=2, **filters) == 33).all()
     free = [sampler.draw(rows, position=8 * i, seed=2) for i in range(20)]
     assert len(set(np.concatenate(free).tolist())) > 20

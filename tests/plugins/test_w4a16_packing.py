@@ -22,6 +22,7 @@ from inkrt.plugins.w4a16.packing import (
     unpack_bf16,
     unpack_nvfp4,
 )
+from inkrt.plugins.w4a16.sample_tactics import sample
 from inkrt.plugins.w4a16.shapes import Dims
 
 FLINT = Dims()
@@ -184,6 +185,8 @@ def test_packings_know_their_size() -> None:
         (lambda: tactics.moe(Dims(shared_width=1280), 1, eps=1e-6), "multiple of width"),
         (lambda: tactics.moe(Dims(top_k=9), 1, eps=1e-6), "top_k=9"),
         (lambda: tactics.linear(FLINT, 1, rows=64, width=300), "width=300"),
+        # 2^18 equal probabilities would add up to 2^64.
+        (lambda: sample(2**18, 1, 264), "vocab=262144, expected 1 to 262143"),
     ],
 )
 def test_unfit_sizes_are_refused(make: object, message: str) -> None:

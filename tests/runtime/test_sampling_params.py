@@ -14,7 +14,7 @@ from inkrt.runtime.sampling_params import SamplingParams
     ("name", "values", "allowed"),
     [
         ("temperature", [-0.1, math.nan, math.inf, True, "1", None], "a number of at least 0"),
-        ("top_k", [-1, 1.0, True, None], "an integer of at least 0 (0 is off)"),
+        ("top_k", [-1, 1.0, True, None, 2**31], "an integer from 0 (off) to 2147483647"),
         ("top_p", [0, 1.1, -1, math.nan, True], "a number above 0 and at most 1 (1 is off)"),
         ("min_p", [-0.1, 1.1, math.inf, False], "a number from 0 to 1 (0 is off)"),
         ("seed", [-1, 2**63, 1.0, True], "an integer from 0 to 9223372036854775807, or None"),
