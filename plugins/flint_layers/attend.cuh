@@ -2,110 +2,20 @@
 // window and the kind of cache known at run time, so that all layers share one copy of the code.
 // The bits are those of attention_sm90/attention.cuh:
 //   without a window  blocks take runs of pages, as its clusters of one block do;
-//   with a window     page j is of block j % WINDOW_BLOCKS and of warpgroup j / WINDOW_BLOCKS % 2, as
+//   with a window     page j is of block j % WINDOW_BLOCKS and of warpgroup j / WINDOW_BLOCKS % 2,
+//   as
 //                     in its cluster of that many blocks. Their partials are added up in the same
 //                     order, through device memory instead of the cluster's.
 //
 // Pages of older positions are copied ahead of time. The step's own key and value come from the
 // exchange, go into the page in shared memory, and from there to the cache.
 #pragma once
+#include "share.cuh"
 #include "attention_sm90/merge.cuh"
 #include "exchange.cuh"
 #include "w4a16/w4a16.cuh"
 
 namespace attention {
-
-constexpr int WINDOW_BLOCKS = 8;
-constexpr int EARLY_STAGES = 2;  // of the ring lie where nothing else is at the end of a layer
-constexpr int JOIN_BARRIER = 6;
-// Of a reference point and denominator: a sector of the L2 is one block's, see memory.cuh.
-constexpr int SUM_COPIES = 4;
-static_assert(SUM_COPIES * WINDOW_BLOCKS == 32, "a copy a lane");
-
-// Rows of a tile, which arm the barrier with their bytes. Not inlined, as all that only requests data:
-// the code of a layer should stay in the instruction cache.
-__device__ __noinline__ void copy_rows(u8* tile, const u8* source, int first, int count, u64* full) {
-  mbar_expect(full, count * 2 * Tile::kRowBytes);
-  const bool is_whole = count == kPage;
-  if (count == 0) return;
-#pragma unroll 1
-  for (int block = 0; block < (is_whole ? 1 : Tile::kBlocks); block++) {
-    const int at = block * Tile::kBlockBytes + first * Tile::kRowBytes;
-    bulk_load(tile + at, source + at, is_whole ? Tile::kBytes : count * Tile::kRowBytes, full);
-  }
-}
-
-// Which pages a block has, in layers with a window and in layers without.
-struct Share {
-  int first, count, stride, offset;
-  int cluster, clusters, kv_head, window;
-
-  INK_DEVICE bool takes_part() const { return cluster < clusters; }
-};
-INK_DEVICE Share find_share(int block, int position, int window) {
-  Share p;
-  p.window = window;
-  const int blocks = window ? WINDOW_BLOCKS : kClusters;
-  p.kv_head = block / blocks;
-  p.cluster = p.kv_head < kKvHeads ? block % blocks : 1 << 20;
-  if (window) {
-    const int oldest = max(position - window + 1, 0) / kPage, newest = position / kPage;
-    p.first = oldest + (p.cluster + WINDOW_BLOCKS - oldest % WINDOW_BLOCKS) % WINDOW_BLOCKS;
-    p.count = p.cluster >= WINDOW_BLOCKS || p.first > newest ? 0 : (newest - p.first) / WINDOW_BLOCKS + 1;
-    p.stride = WINDOW_BLOCKS;
-    p.offset = p.first / WINDOW_BLOCKS % kWarpgroups;
-    p.clusters = WINDOW_BLOCKS;
-  } else {
-    const int pages = position / kPage + 1, length = (position / kPage + kClusters) / kClusters;
-    p.first = p.cluster * length;
-    p.stride = 1;
-    p.offset = 0;
-    p.clusters = (pages + length - 1) / length;
-    p.count = p.cluster < p.clusters ? max(0, min(length, pages - p.first)) : 0;
-  }
-  return p;
-}
-
-// The pages of this block in one layer.
-struct Pages : Share {
-  const u8* k_cache;
-  const u8* v_cache;
-  const int* table;  // null: a ring
-  int ring_first, ring_pages;
-  int position;
-
-  INK_DEVICE int page(int item) const { return first + item * stride; }
-  INK_DEVICE int key(int item) const { return page(item) * kPage; }
-  INK_DEVICE int first_item(int warpgroup) const { return (warpgroup + offset) % kWarpgroups; }
-  INK_DEVICE int locate(int j) const { return table ? table[j] : ring_first + j % ring_pages; }
-  INK_DEVICE int first_row(int key) const { return window ? max(0, position - window + 1 - key) : 0; }
-  INK_DEVICE bool has_newest() const { return count > 0 && page(count - 1) == position / kPage; }
-
-  // One thread: the rows of older positions of a page to its stage.
-  INK_DEVICE void copy(bool is_v, int item, int physical, u8* ring, u64* bars) const {
-    const int at = key(item), stage = item % kStages;
-    const int from = first_row(at), to = max(from, min(kPage, position - at));
-    const u8* source = (is_v ? v_cache : k_cache) + Tile::begin(physical, kKvHeads, kv_head);
-    copy_rows(ring + stage * kStageBytes + is_v * Tile::kBytes, source, from, to - from, bars + 2 * stage + is_v);
-  }
-  // One warp: items [from, to) before their layer's loop, K and V.
-  INK_DEVICE void prefetch(int from, int to, u8* ring, u64* bars, int lane) const {
-    const int item = from + lane / 2;
-    if (item < min(to, count)) copy(lane & 1, item, locate(page(item)), ring, bars);
-    __syncwarp();
-  }
-  // One warpgroup: zeros in the rows of V that are neither copied nor the step's own.
-  INK_DEVICE void clear_rest(int item, u8* ring, int thread) const {
-    const int at = key(item), begin = first_row(at), end = min(kPage, position + 1 - at);
-    if (end - begin == kPage) return;
-    u8* const v = ring + item % kStages * kStageBytes + Tile::kBytes;
-    for (int c = thread; c < kPage * 16; c += 128) {
-      const int row = c / 16, chunk = c % 16;
-      if (row < begin || row >= end)
-        *(uint4*)(v + chunk / 8 * Tile::kBlockBytes + row * Tile::kRowBytes + chunk % 8 * 16) = make_uint4(0, 0, 0, 0);
-    }
-  }
-};
 
 // A head of the step: RMSNorm and rotation of one row of pairs (d, d + 64). Lane l holds pairs 2 l
 // and 2 l + 1.
@@ -122,7 +32,8 @@ struct Rotation {
   const float* sine;  // of 64 pairs, or null for none
   const float* cosine;
 };
-INK_DEVICE void norm_and_rotate(Head& h, u32 norm_low, u32 norm_high, float eps, Rotation rotation, int lane) {
+INK_DEVICE void norm_and_rotate(Head& h, u32 norm_low, u32 norm_high, float eps, Rotation rotation,
+                                int lane) {
   float squares = 0;
   {
     const float a = fmaf(h.high[0], h.high[0], h.low[0] * h.low[0]);
@@ -145,12 +56,12 @@ INK_DEVICE void norm_and_rotate(Head& h, u32 norm_low, u32 norm_high, float eps,
 }
 
 // A layer's attention as a block's first eleven warps see it: warps 0-7 attend; warp 8 makes the
-// step's key and warp 9 its value where the newest page is this block's; with a window, warp 10 merges
-// the blocks' partials of one head.
+// step's key and warp 9 its value where the newest page is this block's; with a window, warp 10
+// merges the blocks' partials of one head.
 //   words    of the exchange, q, k and v: [head][64] pairs (row d, row d + 64) of bf16
 //   ring     shared memory as `Smem` lays it out, of which pages below EARLY_STAGES were prefetched
-//   row      shared memory, 512 bytes: the step's key and value, if their page comes later than the ring's first
-//   parities of the ring's barriers
+//   row      shared memory, 512 bytes: the step's key and value, if their page comes later than the
+//   ring's first parities of the ring's barriers
 struct OneToken {
   const Pages& pages;
   const Args& args;
@@ -173,7 +84,8 @@ struct OneToken {
       norm_high = *(const u32*)(k_norm + kDim / 2 + 2 * lane);
     }
     u8* const cache = (u8*)(is_v ? pages.v_cache : pages.k_cache) +
-                      Tile::begin(pages.locate(p / kPage), kKvHeads, pages.kv_head) + r * Tile::kRowBytes;
+                      Tile::begin(pages.locate(p / kPage), kKvHeads, pages.kv_head) +
+                      r * Tile::kRowBytes;
     const int head = kHeads + pages.kv_head + (is_v ? kKvHeads : 0);
     const u32* from = words + head * (kDim / 2) + 2 * lane;
     uint2 v;
@@ -201,7 +113,8 @@ struct OneToken {
   INK_DEVICE void make_query(int warp, int lane, Patience& patience) const {
     uint2 halves = make_uint2(0, 0);
     if (warp < kHeadsPerKv) {
-      const u32 norm_low = *(const u32*)(q_norm + 2 * lane), norm_high = *(const u32*)(q_norm + kDim / 2 + 2 * lane);
+      const u32 norm_low = *(const u32*)(q_norm + 2 * lane),
+                norm_high = *(const u32*)(q_norm + kDim / 2 + 2 * lane);
       const u32* from = words + (pages.kv_head * kHeadsPerKv + warp) * (kDim / 2) + 2 * lane;
       uint2 v;
       for (u32 spins = 0;; spins++) {
@@ -240,19 +153,23 @@ struct OneToken {
 
  private:
   INK_DEVICE Merge merge_of(int warp, int lane) const {
-    return {args, ring, nullptr, pages.kv_head, 0, pages.cluster, 0, 0, 1, pages.clusters, warp, lane};
+    return {args, ring, nullptr, pages.kv_head,  0,    pages.cluster,
+            0,    0,    1,       pages.clusters, warp, lane};
   }
 
-  // With a window: this block's partial of every head. Mostly the block has one page, so one warpgroup
-  // has it all: straight from its accumulators.
-  INK_DEVICE void hand_over(const Merge& merge, const float (&o)[2][1][4], const Softmax& state, int warp, int lane) const {
+  // With a window: this block's partial of every head. Mostly the block has one page, so one
+  // warpgroup has it all: straight from its accumulators.
+  INK_DEVICE void hand_over(const Merge& merge, const float (&o)[2][1][4], const Softmax& state,
+                            int warp, int lane) const {
     const int group = warp / 4, w = warp % 4;
     if (pages.count > 1) {
       merge.transpose(o, state);
       const Partial sum = merge.of_block(warp);
       sm90::store_relaxed(args.partials + merge.slot(warp, pages.cluster, 0) * 32 + lane, sum.o);
       if (lane < SUM_COPIES)
-        sm90::store_relaxed(args.partial_sums + merge.slot(warp, pages.cluster, 0) * SUM_COPIES + lane, make_float2(sum.m, sum.l));
+        sm90::store_relaxed(
+            args.partial_sums + merge.slot(warp, pages.cluster, 0) * SUM_COPIES + lane,
+            make_float2(sum.m, sum.l));
       return;
     }
     if (group != pages.offset) return;
@@ -261,7 +178,8 @@ struct OneToken {
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        publish4((float*)(args.partials + merge.slot(column + (e & 1), pages.cluster, 0) * 32) + half * 64 + dim + (e >> 1) * 8,
+        publish4((float*)(args.partials + merge.slot(column + (e & 1), pages.cluster, 0) * 32) +
+                     half * 64 + dim + (e >> 1) * 8,
                  __float_as_uint(o[half][0][e]));
     float x = state.l[0][0], y = state.l[0][1];
 #pragma unroll
@@ -279,8 +197,9 @@ struct OneToken {
     if (w == 0) {
       const int head = lane / SUM_COPIES;
       const float* l = sums + head;
-      sm90::store_relaxed(args.partial_sums + merge.slot(head, pages.cluster, 0) * SUM_COPIES + lane % SUM_COPIES,
-                          make_float2(maxima[head], ((l[0] + l[kRows]) + l[2 * kRows]) + l[3 * kRows]));
+      sm90::store_relaxed(
+          args.partial_sums + merge.slot(head, pages.cluster, 0) * SUM_COPIES + lane % SUM_COPIES,
+          make_float2(maxima[head], ((l[0] + l[kRows]) + l[2 * kRows]) + l[3 * kRows]));
     }
   }
 
@@ -302,7 +221,8 @@ struct OneToken {
         sm90::load_relaxed(sums + c * SUM_COPIES, ml[c]);
       }
 #pragma unroll
-      for (int c = 0; c < WINDOW_BLOCKS; ++c) is_incomplete |= is_empty(o[c]) | is_empty(ml[c].x) | is_empty(ml[c].y);
+      for (int c = 0; c < WINDOW_BLOCKS; ++c)
+        is_incomplete |= is_empty(o[c]) | is_empty(ml[c].x) | is_empty(ml[c].y);
       if (!__any_sync(INK_FULL_WARP, is_incomplete) || patience.is_over(spins)) break;
     }
     __syncwarp();
@@ -310,11 +230,13 @@ struct OneToken {
 #pragma unroll
     for (int c = 0; c < WINDOW_BLOCKS; ++c) sum.m = fmaxf(sum.m, ml[c].x);
 #pragma unroll
-    for (int c = 0; c < WINDOW_BLOCKS; ++c) add_scaled(sum, o[c], ml[c].y, exp2_approx(ml[c].x - sum.m));
+    for (int c = 0; c < WINDOW_BLOCKS; ++c)
+      add_scaled(sum, o[c], ml[c].y, exp2_approx(ml[c].x - sum.m));
     merge.finish(merge.head(index), 0, sum, ending);
     const float empty = __uint_as_float(EMPTY);
 #pragma unroll
-    for (int c = 0; c < WINDOW_BLOCKS; ++c) sm90::store_relaxed(rows + c * 32, make_float4(empty, empty, empty, empty));
+    for (int c = 0; c < WINDOW_BLOCKS; ++c)
+      sm90::store_relaxed(rows + c * 32, make_float4(empty, empty, empty, empty));
     sm90::store_relaxed(sums + lane, make_float2(empty, empty));
   }
 
@@ -323,8 +245,10 @@ struct OneToken {
     const int p = pages.position, count = pages.count, first = pages.first_item(group);
     const float scale = args.scale * kLog2e;
     int k_page = 0, v_page = 0;  // physical pages of the next refills, fetched one item ahead
-    if (group_thread == 0 && first + kStages < count) k_page = pages.locate(pages.page(first + kStages));
-    for (int i = first; i < count && i < kStages; i += kWarpgroups) pages.clear_rest(i, ring, group_thread);
+    if (group_thread == 0 && first + kStages < count)
+      k_page = pages.locate(pages.page(first + kStages));
+    for (int i = first; i < count && i < kStages; i += kWarpgroups)
+      pages.clear_rest(i, ring, group_thread);
     make_query(warp, lane, patience);
     sm90::fence_async();
     sm90::named_barrier(JOIN_BARRIER, join);
@@ -337,12 +261,15 @@ struct OneToken {
     state.reset();
     u32* const page_maxima = (u32*)(ring + Smem::kPageMaxima) + group * 16;
     const u32 p_at = smem_address(ring + Smem::kP) + group * 1024;
-    const u32 p_row = p_at + (lane >> 4) * 1024 + (lane & 7) * 128 + (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
-    const u64 q_tile = sm90::tile_descriptor(smem_address(ring + Smem::kQ)), p_tile = sm90::tile_descriptor(p_at);
+    const u32 p_row = p_at + (lane >> 4) * 1024 + (lane & 7) * 128 +
+                      (((2 * w + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    const u64 q_tile = sm90::tile_descriptor(smem_address(ring + Smem::kQ)),
+              p_tile = sm90::tile_descriptor(p_at);
     const u64 tiles = sm90::tile_descriptor(smem_address(ring));
     for (int i = first; i < count; i += kWarpgroups) {
       const int key = pages.key(i), stage = i % kStages;
-      const u64 k_tile = tiles + (u64)(stage * (kStageBytes / 16)), v_tile = k_tile + Tile::kBytes / 16;
+      const u64 k_tile = tiles + (u64)(stage * (kStageBytes / 16)),
+                v_tile = k_tile + Tile::kBytes / 16;
       const u32 parity = ((parities >> stage) ^ (i / kStages)) & 1;
       wait(bars + 2 * stage, parity, patience);
       __syncwarp();
@@ -353,7 +280,8 @@ struct OneToken {
         if (group_thread < 32) {
           const int is_v = group_thread / 16, c = group_thread % 16;
           *(uint4*)(ring + stage * kStageBytes + is_v * Tile::kBytes + c / 8 * Tile::kBlockBytes +
-                    p % kPage * Tile::kRowBytes + c % 8 * 16) = *(const uint4*)(row + is_v * 256 + c * 16);
+                    p % kPage * Tile::kRowBytes + c % 8 * 16) =
+              *(const uint4*)(row + is_v * 256 + c * 16);
         }
         pages.clear_rest(i, ring, group_thread);
         sm90::fence_async();
@@ -388,16 +316,19 @@ struct OneToken {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         sm90::wgmma<true>(o[0], v_tile + k * (2048 / 16), p_tile + k * (32 / 16), true);
-        sm90::wgmma<true>(o[1], v_tile + (Tile::kBlockBytes + k * 2048) / 16, p_tile + k * (32 / 16), true);
+        sm90::wgmma<true>(o[1], v_tile + (Tile::kBlockBytes + k * 2048) / 16,
+                          p_tile + k * (32 / 16), true);
       }
       sm90::wgmma_commit();
-      // Every warp is past its scores of this item and its output of the one before: refill while this runs.
+      // Every warp is past its scores of this item and its output of the one before: refill while
+      // this runs.
       if (group_thread == 0) {
         const int refilled = i - kWarpgroups + kStages;
         if (i != first && refilled < count) pages.copy(true, refilled, v_page, ring, bars);
         v_page = k_page;
         if (i + kStages < count) pages.copy(false, i + kStages, k_page, ring, bars);
-        if (i + kWarpgroups + kStages < count) k_page = pages.locate(pages.page(i + kWarpgroups + kStages));
+        if (i + kWarpgroups + kStages < count)
+          k_page = pages.locate(pages.page(i + kWarpgroups + kStages));
       }
       sm90::wgmma_wait_all();
       sm90::pin(o[0]);
@@ -410,7 +341,8 @@ struct OneToken {
       hand_over(merge, o, state, warp, lane);
     } else {
       Merge::Ending ending = {};
-      if (pages.clusters == 1 && warp < merge.num_heads()) ending = merge.ending(merge.head(warp), 0);
+      if (pages.clusters == 1 && warp < merge.num_heads())
+        ending = merge.ending(merge.head(warp), 0);
       merge.transpose(o, state);
       merge.finish_or_hand_over(ending);
       if (pages.clusters > 1) merge.finish_from_clusters();

@@ -9,6 +9,17 @@
 #define INK_EXCHANGE_CUH
 #include "device.cuh"
 
+// TRACE events a layer: block b's warps write the clock at event e to trace[layer][b][e].
+#ifndef TRACE
+#define TRACE 0
+#endif
+#if TRACE
+#define MARK(event) \
+  if (lane == 0 && warp == 0) patience.trace[event] = clock64()
+#else
+#define MARK(event)
+#endif
+
 constexpr u32 EMPTY = 0xFFFFFFFFu;
 
 INK_DEVICE uint4 poll16(const void* p) {
@@ -21,7 +32,10 @@ INK_DEVICE uint4 poll16(const void* p) {
 }
 INK_DEVICE uint2 poll8(const void* p) {
   uint2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(p)
+               : "memory");
   return v;
 }
 INK_DEVICE void publish4(void* p, u32 v) {
@@ -30,15 +44,11 @@ INK_DEVICE void publish4(void* p, u32 v) {
 INK_DEVICE void empty16(void* p) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%1,%1,%1};" ::"l"(p), "r"(EMPTY) : "memory");
 }
-INK_DEVICE bool has_empty(uint4 v) {
-  return max(max(v.x, v.y), max(v.z, v.w)) == EMPTY;
-}
-INK_DEVICE bool has_empty(uint2 v) {
-  return max(v.x, v.y) == EMPTY;
-}
+INK_DEVICE bool has_empty(uint4 v) { return max(max(v.x, v.y), max(v.z, v.w)) == EMPTY; }
+INK_DEVICE bool has_empty(uint2 v) { return max(v.x, v.y) == EMPTY; }
 
-// Bounds every wait of a warp, whose lanes wait together; after the first that gives up, it waits no
-// more.
+// Bounds every wait of a warp, whose lanes wait together; after the first that gives up, it waits
+// no more.
 struct Patience {
   int* error;
   u32 limit = INK_SPIN_LIMIT;
@@ -56,7 +66,8 @@ struct Patience {
 // As mbar_wait.
 INK_DEVICE void wait(u64* bar, u32 parity, Patience& patience) {
 #pragma unroll 1
-  for (u32 spins = 0; !mbar_test(bar, parity) && !patience.is_over(spins, ERROR_MBARRIER); spins++) {
+  for (u32 spins = 0; !mbar_test(bar, parity) && !patience.is_over(spins, ERROR_MBARRIER);
+       spins++) {
   }
   patience.limit = __reduce_min_sync(INK_FULL_WARP, patience.limit);  // lanes give up together
 }

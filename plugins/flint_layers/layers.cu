@@ -18,53 +18,26 @@
 // kernels of single operators (w4a16, attention_sm90), so a step has the same bits whichever runs.
 #define WEIGHTS 0
 #define ONE_TOKEN 1
-#define ATTN_TOKENS 1
-#define ATTN_GROUP 1
-#define ATTN_KV_HEADS KV_HEADS
-#define ATTN_HEADS_PER_KV (HEADS / KV_HEADS)
-#define ATTN_WINDOW 0
-#define ATTN_RING_ROWS 0
-#define ATTN_CLUSTER 1
-#define ATTN_CLUSTERS (BLOCKS / KV_HEADS)
-#define ATTN_MIN_PAGES 1
-#define ATTN_STAGES 4
-#define ATTN_RELATIVE 0
-// TRACE: events a layer; block b's warps write the clock at event e to trace[layer][b][e].
-#ifndef TRACE
-#define TRACE 0
-#endif
-#if TRACE
-#define MARK(event) if (lane == 0 && warp == 0) patience.trace[event] = clock64()
-#else
-#define MARK(event)
-#endif
 #include "memory.cuh"
 #include "vectors.cuh"
-#include "w4a16/route.cuh"
+#include "choose.cuh"
 #include "w4a16/sin_cos.cuh"
-
-constexpr int CHOSEN_BARRIER = 7, LOGITS_BARRIER = 8;  // after those of attend.cuh
-INK_DEVICE void chosen_arrive() {
-  __syncwarp();
-  asm volatile("bar.arrive %0, %1;" ::"n"(CHOSEN_BARRIER), "n"(THREADS) : "memory");
-}
-INK_DEVICE void chosen_wait() {
-  sm90::named_barrier(CHOSEN_BARRIER, THREADS);
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     layers(const bf16* x, const bf16* delta, const u8* const* table, const int* page_table,
-           const int* position, const int* slot, bf16* residual_out,
-           bf16* delta_out, Slot* exchange, float4* partials, float2* partial_sums, u32* slots_used,
-           int* error, u32 schedule, float eps, float scale
+           const int* position, const int* slot, bf16* residual_out, bf16* delta_out,
+           Slot* exchange, float4* partials, float2* partial_sums, u32* slots_used, int* error,
+           u32 schedule, float eps, float scale
 #if TRACE
-           , long long* trace
+           ,
+           long long* trace
 #endif
     ) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, b = blockIdx.x;
   const bool is_owner = b < OWNERS;
-  const int first_tile = b * ROW_TILES / BLOCKS, num_tiles = (b + 1) * ROW_TILES / BLOCKS - first_tile;
+  const int first_tile = b * ROW_TILES / BLOCKS,
+            num_tiles = (b + 1) * ROW_TILES / BLOCKS - first_tile;
   const int router_rows = is_owner ? max(0, min(ROUTER_ROWS, EXPERTS - b * ROUTER_ROWS)) : 0;
   Patience patience{error};
   u8* const ring = sm.gate_up;
@@ -81,7 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (lane < COLUMNS) {
       const u8* at = (const u8*)table[layer * COLUMNS + lane];
       to.at[lane] = at;
-      if (unit_of_column(lane) >= 0) to.unit[unit_of_column(lane)] = load_weight_float((const float*)at) * UNIT;
+      if (unit_of_column(lane) >= 0)
+        to.unit[unit_of_column(lane)] = load_weight_float((const float*)at) * UNIT;
     }
   };
   auto pages_of = [&](int layer) {
@@ -112,8 +86,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (tid < 3) mbar_init(sm.bar_gate_up + tid, 1);
   if (tid < 2 * ATTN_STAGES) mbar_init(sm.bar_pages + tid, 1);
   if (warp == 13) load_layer(0);
-  if (tid < HEAD / 2) sin_cos(__fmul_rn((float)p, INVERSE_FREQUENCIES[tid]), sm.sine[tid], sm.cosine[tid]);
-  if (tid >= 64 && tid < 66) sm.share[tid - 64] = attention::find_share(b, p, tid == 64 ? 0 : WINDOW);
+  if (tid < HEAD / 2)
+    sin_cos(__fmul_rn((float)p, INVERSE_FREQUENCIES[tid]), sm.sine[tid], sm.cosine[tid]);
+  if (tid >= 64 && tid < 66)
+    sm.share[tid - 64] = attention::find_share(b, p, tid == 64 ? 0 : WINDOW);
   __syncthreads();
   if (piece >= 0 && lane == 0) request(sm, sm.layer[0], piece);
   if (warp == 0) pages_of(0).prefetch(0, attention::EARLY_STAGES, ring, sm.bar_pages, lane);
@@ -140,12 +116,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // ---- qkv ----
     {
       Ready<VECTORS> w[READY_TILES];
-      const uint2 input_norm = load_weight8((const bf16*)layer.at[INPUT_NORM] + warp * 128 + lane * 4);
+      const uint2 input_norm =
+          load_weight8((const bf16*)layer.at[INPUT_NORM] + warp * 128 + lane * 4);
       wait(&sm.bar_qkv, parity, patience);
 #pragma unroll
-      for (int d = 0; d < READY_TILES; d++) make_ready(w[d], sm.qkv + d * TILE_BYTES, warp * VECTORS, lane);
+      for (int d = 0; d < READY_TILES; d++)
+        make_ready(w[d], sm.qkv + d * TILE_BYTES, warp * VECTORS, lane);
       if (warp == 0) mark(index, 0);
-      const uint2 z = receive_normed(words.before_attention, sm.squares[0], input_norm, eps, warp, lane, patience);
+      const uint2 z = receive_normed(words.before_attention, sm.squares[0], input_norm, eps, warp,
+                                     lane, patience);
       if (warp == 0) mark(index, 1);
       *(uint2*)(page + lane * 4) = z;
       __syncwarp();
@@ -175,21 +154,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (warp == 14) {
       uint4* const share = (uint4*)&slot_of(index + EMPTIED_AHEAD) + b * PIECES_OF_BLOCK;
       for (int i = lane; is_owner && i < PIECES_OF_BLOCK; i += 32) empty16(share + i);
-      // Performed, as what attention emptied in the last layer, before what this block publishes later.
+      // Performed, as what attention emptied in the last layer, before what this block publishes
+      // later.
       asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
-    if (warp == 15) pages_of(index).prefetch(attention::EARLY_STAGES, ATTN_STAGES, ring, sm.bar_pages, lane);
+    if (warp == 15)
+      pages_of(index).prefetch(attention::EARLY_STAGES, ATTN_STAGES, ring, sm.bar_pages, lane);
 
     // ---- attention ----
     if (warp < 11 && sm.share[HAS_WINDOW[index]].takes_part()) {
       const attention::Pages pages = pages_of(index);
       const size_t set = (size_t)(index & 1) * KV_HEADS * 8 * ATTN_CLUSTERS;
-      const attention::Args args = {nullptr, layer.at[SINKS], pages.k_cache, pages.v_cache, pages.table, position,
-                                    nullptr, slot, nullptr, nullptr, nullptr, words.attended,
-                                    partials + set * 32, partial_sums + set * attention::SUM_COPIES, error, scale};
+      attention::Args args = {};
+      args.sinks = layer.at[SINKS];
+      args.out = words.attended;
+      args.partials = partials + set * 32;
+      args.partial_sums = partial_sums + set * attention::SUM_COPIES;
+      args.error = error;
+      args.scale = scale;
       const attention::Rotation rotation = {HAS_ROPE[index] ? sm.sine : nullptr, sm.cosine};
-      const attention::OneToken one = {pages, args, words.heads, (const bf16*)layer.at[Q_NORM],
-                                       (const bf16*)layer.at[K_NORM], rotation, eps, ring, sm.bar_pages, sm.row};
+      const attention::OneToken one = {pages,
+                                       args,
+                                       words.heads,
+                                       (const bf16*)layer.at[Q_NORM],
+                                       (const bf16*)layer.at[K_NORM],
+                                       rotation,
+                                       eps,
+                                       ring,
+                                       sm.bar_pages,
+                                       sm.row};
       one.run(page_parities, warp, lane, patience);
     }
     if (warp == 0) mark(index, 3);
@@ -222,205 +215,151 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!is_owner) {  // what comes is not for these blocks
       for (int point = AFTER_ROUTER; point < POINTS; point++) request_at(point, index + 1);
     } else {
-    // ---- router and shared gate/up ----
-    {
-      Ready<VECTORS> w;
-      u32 rows[VECTORS][8];
-      const uint2 mlp_norm = load_weight8((const bf16*)layer.at[MLP_NORM] + warp * 128 + lane * 4);
-      wait(&sm.bar_router, parity, patience);
-      wait(&sm.bar_shared_gate_up, parity, patience);
-      make_ready(w, sm.shared_gate_up, warp * VECTORS, lane);
-#pragma unroll
-      for (int i = 0; i < VECTORS; i++) {
-        const bf16* from = sm.router + g * HIDDEN + (warp * VECTORS + i) * VECTOR_K + (lane & 3) * 16;
-        const uint4 none = make_uint4(0, 0, 0, 0);
-        const uint4 lo = g < router_rows ? *(const uint4*)from : none, hi = g < router_rows ? *(const uint4*)(from + 8) : none;
-        rows[i][0] = lo.x, rows[i][1] = lo.y, rows[i][2] = lo.z, rows[i][3] = lo.w;
-        rows[i][4] = hi.x, rows[i][5] = hi.y, rows[i][6] = hi.z, rows[i][7] = hi.w;
-#pragma unroll
-        for (int j = 0; j < 8; j++) asm volatile("" : "+r"(rows[i][j]));  // before the wait
-      }
-      if (warp == 0) mark(index, 16);
-      const uint2 z = receive_normed(words.before_experts, sm.squares[1], mlp_norm, eps, warp, lane, patience);
-      if (warp == 0) mark(index, 6);
-      *(uint2*)(page + lane * 4) = z;
-      __syncwarp();
-      Activations<VECTORS> act;
-      load_tokens_shared<VECTORS>(act, page, 0, lane);
-      Tile scores = zero_tile(), t = zero_tile();
-#pragma unroll
-      for (int i = 0; i < VECTORS; i++) {
-        const Tokens& v = act.v[i];
-        const u32 y[8] = {v.lo.x, v.lo.y, v.lo.z, v.lo.w, v.hi.x, v.hi.y, v.hi.z, v.hi.w};
-#pragma unroll
-        for (int m = 0; m < 4; m++) {
-          const u32 a[4] = {rows[i][2 * m], 0, rows[i][2 * m + 1], 0};
-          mma_bf16(scores.c[m & 1], a, y[2 * m], y[2 * m + 1]);
-        }
-      }
-      if ((lane & 3) == 0 && g < 2) sm.logits[warp * 2 + g] = scores.c[0][0] + scores.c[1][0];
-      multiply_ready(t, w, act);
-      store_rows(sm.gated + warp * 16, t, lane);
-    }
-    __syncthreads();
-    if (warp == 1) {
-      mark(index, 19);
-      const int row = lane % 2;  // a word for each lane: [copy][sector]
-      if (row < router_rows) {
-        float even = 0, odd = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; i += 2) even += sm.logits[i * 2 + row], odd += sm.logits[i * 2 + 2 + row];
-        publish4(&words.logits[lane / SECTOR][b][lane % SECTOR], to_bf16(even + odd));
-      }
-    } else if (warp == 0) {
-      const float y = round_bf16(row_sum(sm.gated, lane) * layer.unit[SHARED_GATE_UP_UNIT]);
-      const float up = __shfl_down_sync(INK_FULL_WARP, y, 8);
-      publish_eight(words.shared[b], silu_exact(y) * up, lane);
-      mark(index, 7);
-    }
-    request_at(AFTER_ROUTER, index + 1);
-
-    // ---- top-k: warp 2 + d requests gate/up tile d, the next the down tiles, the last the weights ----
-    constexpr int DOWN_WARP = 2 + EXPERT_SLOTS, WEIGHT_WARP = DOWN_WARP + 1;
-    static_assert(WEIGHT_WARP < FIRST_WARP, "warps of the top-k request nothing else");
-    if (warp >= 2 && warp <= WEIGHT_WARP) {
-      constexpr int BLOCKS_OF_LANE = OWNERS / 32;
-      uint2 logits[BLOCKS_OF_LANE];
-      if (warp == 2) for (u32 spins = 0;; spins++) {
-        bool is_missing = false;
-#pragma unroll
-        for (int j = 0; j < BLOCKS_OF_LANE; j++) {
-          const int from = lane + 32 * j;
-          logits[j] = make_uint2(0, 0);
-          if (from * ROUTER_ROWS < EXPERTS) logits[j] = poll8(words.logits[b % LOGIT_COPIES][from]);
-          is_missing |= logits[j].x == EMPTY || (ROUTER_ROWS > 1 && logits[j].y == EMPTY);
-        }
-        if (!__any_sync(INK_FULL_WARP, is_missing) || patience.is_over(spins)) break;
-      }
-      __syncwarp();
-      if (warp == 2)
-#pragma unroll
-        for (int j = 0; j < BLOCKS_OF_LANE; j++) sm.all_logits[lane + 32 * j] = logits[j];
-      sm90::named_barrier(LOGITS_BARRIER, 32 * (WEIGHT_WARP - 1));
-      if (warp > 2)
-#pragma unroll
-        for (int j = 0; j < BLOCKS_OF_LANE; j++) logits[j] = sm.all_logits[lane + 32 * j];
-      if (warp == 2) mark(index, 8);
-      Keys keys;
-#pragma unroll
-      for (int j = 0; j < BLOCKS_OF_LANE; j++) {
-        const int first = (lane + 32 * j) * ROUTER_ROWS;
-        keys.key[2 * j] = first < EXPERTS ? key_of(logits[j].x, first) : 0;
-        keys.key[2 * j + 1] = ROUTER_ROWS > 1 && first + 1 < EXPERTS ? key_of(logits[j].y, first + 1) : 0;
-      }
-      const int d = warp - 2, tile = (d * OWNERS + b) % EXPERT_TILES;
-      const int last = d < EXPERT_SLOTS ? (d * OWNERS + b) / EXPERT_TILES : TOP_K - 1;
-      u32 mine = 0, best = 0;
-#pragma unroll 1
-      for (int k = 0; k <= last; k++) {
-        best = take_largest(keys);
-        if (lane == k) mine = best;
-      }
-      if (d < EXPERT_SLOTS) {
-        if (lane == 0) {
-          mbar_expect(&sm.bar_gate_up[d], TILE_BYTES);
-          bulk_load_once(sm.gate_up + d * TILE_BYTES, layer.at[GATE_UP] + ((size_t)expert_of(best) * EXPERT_TILES + tile) * TILE_BYTES,
-                    TILE_BYTES, &sm.bar_gate_up[d]);
-        }
-        chosen_arrive();
-      } else if (warp == DOWN_WARP) {
-        chosen_arrive();
-        if (lane == 0) mbar_expect(&sm.bar_down, TOP_K * JOB_BYTES);
-        // Until the gate/up tiles are here the bandwidth is theirs.
-        wait(&sm.bar_gate_up[0], parity, patience);
-        __syncwarp();
-        if (lane < TOP_K)
-          bulk_load_once(sm.down + lane * JOB_BYTES, layer.at[DOWN] + ((size_t)expert_of(mine) * OWNERS + b) * JOB_BYTES, JOB_BYTES,
-                    &sm.bar_down);
-      } else {
-        chosen_arrive();
-        const float weight = routing_weight(mine, lane);
-        if (lane < TOP_K) {
-          sm.routing_weight[lane] = weight;
-          sm.gate_up_unit[lane] = sm.gate_up_scale[expert_of(mine)] * UNIT;
-          sm.down_unit[lane] = sm.down_scale[expert_of(mine)] * UNIT;
-        }
-      }
-      __syncwarp();
-      if (warp == 2) mark(index, 9);
-    }
-    // ---- routed gate/up ----
-    if (warp < 2 || warp > WEIGHT_WARP) chosen_wait();  // without spinning
-    {
-      Activations<VECTORS> act;
-      load_tokens_shared<VECTORS>(act, page, 0, lane);
-#pragma unroll 1
-      for (int d = 0; d < EXPERT_SLOTS; d++) {
-        wait(&sm.bar_gate_up[d], parity, patience);
-        if (warp == 0 && d != 1) mark(index, d ? 11 : 10);
-        if (d == 0) request_at(BEHIND_EXPERTS, index + 1);
-        Tile t = zero_tile();
+      // ---- router and shared gate/up ----
+      {
         Ready<VECTORS> w;
-        make_ready(w, sm.gate_up + d * TILE_BYTES, warp * VECTORS, lane);
+        u32 rows[VECTORS][8];
+        const uint2 mlp_norm =
+            load_weight8((const bf16*)layer.at[MLP_NORM] + warp * 128 + lane * 4);
+        wait(&sm.bar_router, parity, patience);
+        wait(&sm.bar_shared_gate_up, parity, patience);
+        make_ready(w, sm.shared_gate_up, warp * VECTORS, lane);
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+          const bf16* from =
+              sm.router + g * HIDDEN + (warp * VECTORS + i) * VECTOR_K + (lane & 3) * 16;
+          const uint4 none = make_uint4(0, 0, 0, 0);
+          const uint4 lo = g < router_rows ? *(const uint4*)from : none,
+                      hi = g < router_rows ? *(const uint4*)(from + 8) : none;
+          rows[i][0] = lo.x, rows[i][1] = lo.y, rows[i][2] = lo.z, rows[i][3] = lo.w;
+          rows[i][4] = hi.x, rows[i][5] = hi.y, rows[i][6] = hi.z, rows[i][7] = hi.w;
+#pragma unroll
+          for (int j = 0; j < 8; j++) asm volatile("" : "+r"(rows[i][j]));  // before the wait
+        }
+        if (warp == 0) mark(index, 16);
+        const uint2 z = receive_normed(words.before_experts, sm.squares[1], mlp_norm, eps, warp,
+                                       lane, patience);
+        if (warp == 0) mark(index, 6);
+        *(uint2*)(page + lane * 4) = z;
+        __syncwarp();
+        Activations<VECTORS> act;
+        load_tokens_shared<VECTORS>(act, page, 0, lane);
+        Tile scores = zero_tile(), t = zero_tile();
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+          const Tokens& v = act.v[i];
+          const u32 y[8] = {v.lo.x, v.lo.y, v.lo.z, v.lo.w, v.hi.x, v.hi.y, v.hi.z, v.hi.w};
+#pragma unroll
+          for (int m = 0; m < 4; m++) {
+            const u32 a[4] = {rows[i][2 * m], 0, rows[i][2 * m + 1], 0};
+            mma_bf16(scores.c[m & 1], a, y[2 * m], y[2 * m + 1]);
+          }
+        }
+        if ((lane & 3) == 0 && g < 2) sm.logits[warp * 2 + g] = scores.c[0][0] + scores.c[1][0];
         multiply_ready(t, w, act);
-        store_rows(sm.wide + (d * WARPS + warp) * 16, t, lane);
+        store_rows(sm.gated + warp * 16, t, lane);
       }
-    }
-    __syncthreads();
-    if (warp < EXPERT_SLOTS) {
-      const int tile = warp * OWNERS + b;
-      const float y = row_sum(sm.wide + warp * WARPS * 16, lane) * sm.gate_up_unit[tile / EXPERT_TILES];
-      const float up = __shfl_down_sync(INK_FULL_WARP, y, 8);
-      publish_eight(words.hidden[tile], silu_approx(y) * up, lane);
-      if (warp == 0) mark(index, 12);
-    }
-    request_at(AFTER_GATE_UP, index + 1);
+      __syncthreads();
+      if (warp == 1) {
+        mark(index, 19);
+        const int row = lane % 2;  // a word for each lane: [copy][sector]
+        if (row < router_rows) {
+          float even = 0, odd = 0;
+#pragma unroll
+          for (int i = 0; i < WARPS; i += 2)
+            even += sm.logits[i * 2 + row], odd += sm.logits[i * 2 + 2 + row];
+          publish4(&words.logits[lane / SECTOR][b][lane % SECTOR], to_bf16(even + odd));
+        }
+      } else if (warp == 0) {
+        const float y = round_bf16(row_sum(sm.gated, lane) * layer.unit[SHARED_GATE_UP_UNIT]);
+        const float up = __shfl_down_sync(INK_FULL_WARP, y, 8);
+        publish_eight(words.shared[b], silu_exact(y) * up, lane);
+        mark(index, 7);
+      }
+      request_at(AFTER_ROUTER, index + 1);
 
-    // ---- down: warps 2 j and 2 j + 1 take the halves of expert j, the last ones the shared expert ----
-    {
-      constexpr int ROUTED_WARPS = 2 * TOP_K;
-      Ready<DOWN_VECTORS> w;
-      const bool is_routed = warp < ROUTED_WARPS;
-      if (is_routed)
-        wait(&sm.bar_down, parity, patience);
-      else
-        wait(&sm.bar_shared_down, parity, patience);
-      const int half = is_routed ? warp : warp - ROUTED_WARPS;
-      make_ready(w, (is_routed ? sm.down : sm.shared_down) + half / 2 * JOB_BYTES, half % 2 * DOWN_VECTORS, lane);
-      if (warp == 0) mark(index, 17);
-      const uint4 v = receive((is_routed ? words.hidden : words.shared)[half * 32], SECTOR * 4, lane, patience);
-      if (warp == 0) mark(index, 13);
-      *(uint4*)(page + lane * 8) = v;
-      __syncwarp();
-      Activations<DOWN_VECTORS> act;
-      load_tokens_shared<DOWN_VECTORS>(act, page, 0, lane);
-      Tile t = zero_tile();
-      multiply_ready(t, w, act);
-      store_rows(sm.narrow + warp * 16, t, lane);
-    }
-    __syncthreads();
-    if (warp == 0) {
-      const float* row = sm.narrow + (lane & 15);
-      float routed = 0, shared = 0;
-#pragma unroll
-      for (int k = 0; k < TOP_K; k++)
-        routed = fmaf(sm.routing_weight[k], round_bf16((row[32 * k] + row[32 * k + 16]) * sm.down_unit[k]), routed);
-#pragma unroll
-      for (int j = TOP_K; j < TOP_K + SHARED_JOBS; j++) shared += row[32 * j] + row[32 * j + 16];
-      shared = round_bf16(shared * layer.unit[SHARED_DOWN_UNIT]);
-      const bf16 out = to_bf16(round_bf16(routed) + shared);
-      if (has_next) {
-        s = round_bf16(s) + to_float(out);
-        if (lane < 16) publish4(slot_of(index + 1).before_attention + b * 16 + lane, __float_as_uint(s));
-      } else if (lane < 16) {
-        residual_out[b * 16 + lane] = to_bf16(s);
-        delta_out[b * 16 + lane] = out;
+      choose_experts(sm, layer, words, parity, warp, lane, patience,
+                     [&](int event) { mark(index, event); });
+
+      // ---- routed gate/up ----
+      if (warp < CHOICE_WARP || warp > WEIGHT_WARP) chosen_wait();  // without spinning
+      {
+        Activations<VECTORS> act;
+        load_tokens_shared<VECTORS>(act, page, 0, lane);
+#pragma unroll 1
+        for (int d = 0; d < EXPERT_SLOTS; d++) {
+          wait(&sm.bar_gate_up[d], parity, patience);
+          if (warp == 0 && d != 1) mark(index, d ? 11 : 10);
+          if (d == 0) request_at(BEHIND_EXPERTS, index + 1);
+          Tile t = zero_tile();
+          Ready<VECTORS> w;
+          make_ready(w, sm.gate_up + d * TILE_BYTES, warp * VECTORS, lane);
+          multiply_ready(t, w, act);
+          store_rows(sm.wide + (d * WARPS + warp) * 16, t, lane);
+        }
       }
-      mark(index, 14);
+      __syncthreads();
+      if (warp < EXPERT_SLOTS) {
+        const int tile = warp * OWNERS + b;
+        const float y =
+            row_sum(sm.wide + warp * WARPS * 16, lane) * sm.gate_up_unit[tile / EXPERT_TILES];
+        const float up = __shfl_down_sync(INK_FULL_WARP, y, 8);
+        publish_eight(words.hidden[tile], silu_approx(y) * up, lane);
+        if (warp == 0) mark(index, 12);
+      }
+      request_at(AFTER_GATE_UP, index + 1);
+
+      // ---- down: warps 2 j and 2 j + 1 take the halves of expert j, the last ones the shared
+      // expert ----
+      {
+        constexpr int ROUTED_WARPS = 2 * TOP_K;
+        Ready<DOWN_VECTORS> w;
+        const bool is_routed = warp < ROUTED_WARPS;
+        if (is_routed)
+          wait(&sm.bar_down, parity, patience);
+        else
+          wait(&sm.bar_shared_down, parity, patience);
+        const int half = is_routed ? warp : warp - ROUTED_WARPS;
+        make_ready(w, (is_routed ? sm.down : sm.shared_down) + half / 2 * JOB_BYTES,
+                   half % 2 * DOWN_VECTORS, lane);
+        if (warp == 0) mark(index, 17);
+        const uint4 v = receive((is_routed ? words.hidden : words.shared)[half * 32], SECTOR * 4,
+                                lane, patience);
+        if (warp == 0) mark(index, 13);
+        *(uint4*)(page + lane * 8) = v;
+        __syncwarp();
+        Activations<DOWN_VECTORS> act;
+        load_tokens_shared<DOWN_VECTORS>(act, page, 0, lane);
+        Tile t = zero_tile();
+        multiply_ready(t, w, act);
+        store_rows(sm.narrow + warp * 16, t, lane);
+      }
+      __syncthreads();
+      if (warp == 0) {
+        const float* row = sm.narrow + (lane & 15);
+        float routed = 0, shared = 0;
+#pragma unroll
+        for (int k = 0; k < TOP_K; k++)
+          routed = fmaf(sm.routing_weight[k],
+                        round_bf16((row[32 * k] + row[32 * k + 16]) * sm.down_unit[k]), routed);
+#pragma unroll
+        for (int j = TOP_K; j < TOP_K + SHARED_JOBS; j++) shared += row[32 * j] + row[32 * j + 16];
+        shared = round_bf16(shared * layer.unit[SHARED_DOWN_UNIT]);
+        const bf16 out = to_bf16(round_bf16(routed) + shared);
+        if (has_next) {
+          s = round_bf16(s) + to_float(out);
+          if (lane < 16)
+            publish4(slot_of(index + 1).before_attention + b * 16 + lane, __float_as_uint(s));
+        } else if (lane < 16) {
+          residual_out[b * 16 + lane] = to_bf16(s);
+          delta_out[b * 16 + lane] = out;
+        }
+        mark(index, 14);
+      }
+      request_at(AFTER_DOWN, index + 1);
     }
-    request_at(AFTER_DOWN, index + 1);
-    }
-    if (warp == 1 && has_next) pages_of(index + 1).prefetch(0, attention::EARLY_STAGES, ring, sm.bar_pages, lane);
+    if (warp == 1 && has_next)
+      pages_of(index + 1).prefetch(0, attention::EARLY_STAGES, ring, sm.bar_pages, lane);
   }
   if (tid == 0) slots_used[b] = (sm.first_slot + LAYERS) % NUM_SLOTS;
 }

@@ -1,5 +1,5 @@
-// Sizes, the table of addresses, the slots of the exchange and the shared memory of layers.cu, and who
-// requests which weights when.
+// Sizes, the table of addresses, the slots of the exchange and the shared memory of layers.cu, and
+// who requests which weights when.
 #ifndef INK_FLINT_LAYERS_MEMORY_CUH
 #define INK_FLINT_LAYERS_MEMORY_CUH
 #include "attend.cuh"
@@ -8,15 +8,17 @@
 constexpr int WARPS = 16, THREADS = WARPS * 32;
 constexpr int HEAD = 128, OWNERS = HIDDEN / 16;
 constexpr int ROW_TILES = (HEADS + 2 * KV_HEADS) * HEAD / 16;
-constexpr int QKV_TILES = (ROW_TILES + BLOCKS - 1) / BLOCKS, READY_TILES = QKV_TILES < 2 ? QKV_TILES : 2;
+constexpr int QKV_TILES = (ROW_TILES + BLOCKS - 1) / BLOCKS,
+              READY_TILES = QKV_TILES < 2 ? QKV_TILES : 2;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN), O_BYTES = tile_bytes(HEADS * HEAD);
 constexpr int JOB_BYTES = tile_bytes(WIDTH), SHARED_JOBS = SHARED_WIDTH / WIDTH;
 constexpr int ROUTER_ROWS = (EXPERTS + OWNERS - 1) / OWNERS;
 constexpr int EXPERT_TILES = WIDTH / 8, EXPERT_SLOTS = TOP_K * EXPERT_TILES / OWNERS;
-constexpr int VECTORS = HIDDEN / VECTOR_K / WARPS;                 // of a warp, of K = HIDDEN
-constexpr int O_VECTORS = HEADS * HEAD / VECTOR_K / WARPS;         // of K = all heads
-constexpr int DOWN_VECTORS = WIDTH / VECTOR_K / 2;                 // of half a job
-static_assert(HIDDEN == 2048 && O_VECTORS == 4 && VECTORS == 2, "a warp's slice is 16 bytes a lane");
+constexpr int VECTORS = HIDDEN / VECTOR_K / WARPS;          // of a warp, of K = HIDDEN
+constexpr int O_VECTORS = HEADS * HEAD / VECTOR_K / WARPS;  // of K = all heads
+constexpr int DOWN_VECTORS = WIDTH / VECTOR_K / 2;          // of half a job
+static_assert(HIDDEN == 2048 && O_VECTORS == 4 && VECTORS == 2,
+              "a warp's slice is 16 bytes a lane");
 static_assert(OWNERS <= BLOCKS && SHARED_WIDTH == 8 * OWNERS, "a shared tile for each owner");
 static_assert(2 * (TOP_K + SHARED_JOBS) == WARPS && WIDTH == 512, "two warps for each down job");
 static_assert(TOP_K * EXPERT_TILES % OWNERS == 0 && EXPERT_SLOTS <= 3, "expert tiles");
@@ -45,25 +47,25 @@ INK_DEVICE int unit_of_column(int column) {
 
 // A slot: the words of one layer's handoffs, see exchange.cuh.
 //
-// The L2 is slow to show a sector of 32 bytes that several blocks write parts of while others poll it
-// (measured: 0.5 us a handoff), so every block's words fill sectors of their own, with copies. Many
-// readers of few lines also wait for each other: logits, which every block reads whole, have copies in
-// other lines too.
+// The L2 is slow to show a sector of 32 bytes that several blocks write parts of while others poll
+// it (measured: 0.5 us a handoff), so every block's words fill sectors of their own, with copies.
+// Many readers of few lines also wait for each other: logits, which every block reads whole, have
+// copies in other lines too.
 constexpr int SECTOR = 8, LOGIT_COPIES = 32 / SECTOR;  // words
 struct Slot {
   float before_attention[HIDDEN];
   u32 heads[ROW_TILES * 8];  // [head][pair]: rows d and d + 64
   bf16 attended[HEADS * HEAD];
   float before_experts[HIDDEN];
-  u32 logits[LOGIT_COPIES][OWNERS][SECTOR];          // of a block's router rows
-  u32 shared[SHARED_WIDTH / 8][SECTOR];              // eight elements a tile
+  u32 logits[LOGIT_COPIES][OWNERS][SECTOR];  // of a block's router rows
+  u32 shared[SHARED_WIDTH / 8][SECTOR];      // eight elements a tile
   u32 hidden[TOP_K * EXPERT_TILES][SECTOR];
 };
-// NUM_SLOTS are used in turn, from launch to launch. A slot is emptied two layers before it is filled:
-// late, so that it lies in the L2 when it is polled, but before any block can poll it. Blocks that own
-// no rows run ahead into the next layer; its stream tells them that all owners are past what they
-// published and emptied in this one. What the slot held two layers ago has been read by then, as
-// every block's heads of the layer before went into the stream of this one.
+// NUM_SLOTS are used in turn, from launch to launch. A slot is emptied two layers before it is
+// filled: late, so that it lies in the L2 when it is polled, but before any block can poll it.
+// Blocks that own no rows run ahead into the next layer; its stream tells them that all owners are
+// past what they published and emptied in this one. What the slot held two layers ago has been read
+// by then, as every block's heads of the layer before went into the stream of this one.
 constexpr int NUM_SLOTS = 4, EMPTIED_AHEAD = 2;
 static_assert(EMPTIED_AHEAD == 2 && EMPTIED_AHEAD <= NUM_SLOTS - 2, "see above");
 constexpr int PIECES_OF_BLOCK = sizeof(Slot) / 16 / OWNERS;
@@ -95,8 +97,8 @@ struct Shared {
   float sine[HEAD / 2], cosine[HEAD / 2];
   alignas(16) u8 row[512];
   Layer layer[2];
-  int position, ring_slot;  // here, not in registers, of which there are none to spare
-  u32 first_slot;           // of the exchange, for layer 0
+  int position, ring_slot;    // here, not in registers, of which there are none to spare
+  u32 first_slot;             // of the exchange, for layer 0
   attention::Share share[2];  // without and with a window
   float routing_weight[8], gate_up_unit[8], down_unit[8];
   u64 bar_qkv, bar_o, bar_shared_gate_up, bar_router, bar_shared_down, bar_down, bar_gate_up[3];
@@ -105,13 +107,14 @@ struct Shared {
 constexpr int RING_BYTES = EXPERT_SLOTS * TILE_BYTES + TOP_K * JOB_BYTES + QKV_TILES * TILE_BYTES;
 static_assert(attention::Smem::kBars <= RING_BYTES, "attention's memory");
 static_assert(attention::EARLY_STAGES * attention::kStageBytes <=
-                  EXPERT_SLOTS * TILE_BYTES + TOP_K * JOB_BYTES, "early pages");
+                  EXPERT_SLOTS * TILE_BYTES + TOP_K * JOB_BYTES,
+              "early pages");
 static_assert(sizeof(Shared) <= SMEM_BYTES, "shared memory");
 
 // ---- requests of a layer's weights, a piece a warp ----
-// Issuing a bulk copy takes a quarter of a microsecond, so every piece has a warp of its own: pieces
-// 0..2 are qkv tiles, 3..4 halves of o, then shared gate/up, the router with the experts' scales, and
-// the shared down.
+// Issuing a bulk copy takes a quarter of a microsecond, so every piece has a warp of its own:
+// pieces 0..2 are qkv tiles, 3..4 halves of o, then shared gate/up, the router with the experts'
+// scales, and the shared down.
 constexpr int PIECES = 8, FIRST_WARP = WARPS - PIECES;
 // Where in a layer they may be made; `schedule` has four bits for each piece.
 enum Point { AFTER_O, AFTER_ROUTER, BEHIND_EXPERTS, AFTER_GATE_UP, AFTER_DOWN, POINTS };

@@ -1,5 +1,5 @@
-// Products and vectors of one token in layers.cu: weights as A operands, sums over warps, the residual
-// stream.
+// Products and vectors of one token in layers.cu: weights as A operands, sums over warps, the
+// residual stream.
 #ifndef INK_FLINT_LAYERS_VECTORS_CUH
 #define INK_FLINT_LAYERS_VECTORS_CUH
 #include "exchange.cuh"
@@ -34,7 +34,9 @@ INK_DEVICE void make_ready(Ready<N>& r, const u8* tile, int first, int lane) {
   for (int i = 0; i < N; i++)
 #pragma unroll
     for (int m = 0; m < 4; m++)
-      asm volatile("" : "+r"(r.a[i][m][0]), "+r"(r.a[i][m][1]), "+r"(r.a[i][m][2]), "+r"(r.a[i][m][3]));
+      asm volatile(""
+                   : "+r"(r.a[i][m][0]), "+r"(r.a[i][m][1]), "+r"(r.a[i][m][2]),
+                     "+r"(r.a[i][m][3]));
 }
 template <int N>
 INK_DEVICE void multiply_ready(Tile& t, const Ready<N>& r, const Activations<N>& b) {
