@@ -212,23 +212,25 @@ struct OneToken {
     float4* const rows = args.partials + merge.slot(index, 0, 0) * 32 + lane;
     float2* const sums = args.partial_sums + merge.slot(index, 0, 0) * SUM_COPIES;
     float4 o[WINDOW_BLOCKS];
-    float2 ml[WINDOW_BLOCKS];
+    float2 copy;  // a lane each, so that all have come before they are emptied
     for (u32 spins = 0;; spins++) {
-      bool is_incomplete = false;
 #pragma unroll
-      for (int c = 0; c < WINDOW_BLOCKS; ++c) {
-        sm90::load_relaxed(rows + c * 32, o[c]);
-        sm90::load_relaxed(sums + c * SUM_COPIES, ml[c]);
-      }
+      for (int c = 0; c < WINDOW_BLOCKS; ++c) sm90::load_relaxed(rows + c * 32, o[c]);
+      sm90::load_relaxed(sums + lane, copy);
+      bool is_incomplete = is_empty(copy.x) | is_empty(copy.y);
 #pragma unroll
-      for (int c = 0; c < WINDOW_BLOCKS; ++c)
-        is_incomplete |= is_empty(o[c]) | is_empty(ml[c].x) | is_empty(ml[c].y);
+      for (int c = 0; c < WINDOW_BLOCKS; ++c) is_incomplete |= is_empty(o[c]);
       if (!__any_sync(INK_FULL_WARP, is_incomplete) || patience.is_over(spins)) break;
     }
     __syncwarp();
+    float2 ml[WINDOW_BLOCKS];
     Partial sum = no_keys();
 #pragma unroll
-    for (int c = 0; c < WINDOW_BLOCKS; ++c) sum.m = fmaxf(sum.m, ml[c].x);
+    for (int c = 0; c < WINDOW_BLOCKS; ++c) {
+      ml[c] = make_float2(__shfl_sync(INK_FULL_WARP, copy.x, c * SUM_COPIES),
+                          __shfl_sync(INK_FULL_WARP, copy.y, c * SUM_COPIES));
+      sum.m = fmaxf(sum.m, ml[c].x);
+    }
 #pragma unroll
     for (int c = 0; c < WINDOW_BLOCKS; ++c)
       add_scaled(sum, o[c], ml[c].y, exp2_approx(ml[c].x - sum.m));
