@@ -54,7 +54,7 @@ from inkrt.runtime.engine_file import (
     encode_config,
     plan_file,
 )
-from inkrt.runtime.plan import DTYPE_BYTES, Plan
+from inkrt.runtime.plan import DTYPE_BYTES, Plan, table_bytes
 
 Progress = Callable[[str], None]
 
@@ -273,6 +273,7 @@ def _memory_table(
         paged_state=paged,
         ring_state=size("ring"),
         arena=max(plan.arena_bytes for plan in plans.values()),
+        kept=sum(plan.scratch_bytes + table_bytes(plan) for plan in plans.values()),
         paged_bytes_per_token=paged // (layout.num_pages * layout.page_tokens),
     )
 

@@ -106,6 +106,7 @@ class MemoryTable(Struct, frozen=True, forbid_unknown_fields=True):
         paged_state: all pages of all paged buffers.
         ring_state: all rings of all slots.
         arena: scratch memory of the largest step.
+        kept: what launches of all steps keep from run to run, and tables of addresses.
         paged_bytes_per_token: what one more token of context costs.
     """
 
@@ -113,12 +114,13 @@ class MemoryTable(Struct, frozen=True, forbid_unknown_fields=True):
     paged_state: int
     ring_state: int
     arena: int
+    kept: int
     paged_bytes_per_token: int
 
     @property
     def total(self) -> int:
         """Bytes that must be free on a rank to open the engine."""
-        return self.weights + self.paged_state + self.ring_state + self.arena
+        return self.weights + self.paged_state + self.ring_state + self.arena + self.kept
 
 
 class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):

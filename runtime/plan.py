@@ -210,6 +210,18 @@ def dangling(plan: Plan, cubins: Container[str]) -> str | None:
     return None
 
 
+def tables(plan: Plan) -> list[TableParam]:
+    """The tables that a plan's kernels read, each once."""
+    params = (p for launch in plan.launches for kernel in launch.kernels for p in kernel.params)
+    return list(dict.fromkeys(param for param in params if isinstance(param, TableParam)))
+
+
+def table_bytes(plan: Plan) -> int:
+    """Bytes of a plan's tables."""
+    return ADDRESS_BYTES * sum(len(table.tensors) for table in tables(plan))
+
+
+ADDRESS_BYTES = 8
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "uint8": 1}
 
 

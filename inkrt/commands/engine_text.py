@@ -49,7 +49,7 @@ def summary(config: EngineConfig, plans: Mapping[str, Plan]) -> list[str]:
         (
             "",
             f"{format_bytes(memory.paged_state + memory.ring_state)} state, "
-            f"{format_bytes(memory.arena)} scratch",
+            f"{format_bytes(memory.arena + memory.kept)} scratch",
         ),
         ("plugins", plugin_lines[0]),
         *(("", line) for line in plugin_lines[1:]),
@@ -85,6 +85,7 @@ def memory(table: MemoryTable, state: StateLayout, plans: Mapping[str, Plan]) ->
             rows.append([f"  {pattern}", f"{size:,}", "", f"{count} x {_type(dtype, shape)}"])
     rows.append(["scratch", f"{table.arena:,}", format_bytes(table.arena), "of the largest step"])
     rows += [[f"  {plan.name}", f"{plan.arena_bytes:,}", "", ""] for plan in _by_width(plans)]
+    rows.append(["kept by launches", f"{table.kept:,}", format_bytes(table.kept), "of all steps"])
     rows.append(["total", f"{table.total:,}", format_bytes(table.total), ""])
     return format_table(rows, right=frozenset({1, 2}))
 

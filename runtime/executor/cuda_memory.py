@@ -18,10 +18,17 @@ from inkrt.runtime.executor.weight_loader import (
     WeightRegion,
     weight_regions,
 )
-from inkrt.runtime.plan import DTYPE_BYTES, Plan, TableParam, TensorSpec, weight_specs
+from inkrt.runtime.plan import (
+    ADDRESS_BYTES,
+    DTYPE_BYTES,
+    Plan,
+    TableParam,
+    TensorSpec,
+    tables,
+    weight_specs,
+)
 
 ALIGNMENT = 256
-_ADDRESS_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +195,7 @@ class DeviceMemory:
             for number, table in enumerate(tables(plan))
         }
         for (_, table), name in self._tables.items():
-            arena.add(name, len(table.tensors) * _ADDRESS_BYTES)
+            arena.add(name, len(table.tensors) * ADDRESS_BYTES)
         input_sizes: dict[str, int] = {}
         self.input_dtypes: dict[str, str] = {}
         for plan in plans.values():
@@ -247,12 +254,6 @@ class DeviceMemory:
         if not chunks:
             return 0.0
         return WeightLoader(self._driver, self.check).load(chunks, self.base, self._stream)
-
-
-def tables(plan: Plan) -> list[TableParam]:
-    """The tables that a plan's kernels read, each once."""
-    params = (p for launch in plan.launches for kernel in launch.kernels for p in kernel.params)
-    return list(dict.fromkeys(param for param in params if isinstance(param, TableParam)))
 
 
 def num_bytes(spec: TensorSpec) -> int:

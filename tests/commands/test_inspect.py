@@ -91,7 +91,7 @@ def make_engine(folder: Path, *, tp_size: int = 2, extra_norms: int = 0, seed: i
                 StateSpec("layers.1.k", "ring", (1, 48, 4, 8), "bfloat16"),
             ),
         ),
-        memory=MemoryTable(3_000_000, 262_144, 6144, 2048, 64),
+        memory=MemoryTable(3_000_000, 262_144, 6144, 2048, 512, 64),
         build={"max_batch_size": 1, "dtype": "auto"},
         rebuild_command="ink-build CHECKPOINT -o ENGINE --tp-size 2",
         plugins={"embedding": 1, "norm": 2},
@@ -124,7 +124,7 @@ def test_summary(engine: Path) -> None:
         "target      cpu, 2 ranks",
         "context     4,096 positions, 1 session",
         "memory      3.12 MiB per rank: 2.86 MiB weights,",
-        "            262 KiB state, 2,048 B scratch",
+        "            262 KiB state, 2,560 B scratch",
         "plugins     embedding v1, norm v2",
         "checkpoint  0123456789abcdef",
         "format      ink-engine 2, inkrt 0.1.0",
@@ -173,19 +173,21 @@ def test_memory(engine: Path) -> None:
         "scratch",
         "",
         "",
+        "kept by launches",
         "total",
     ]
     words = {" ".join(line.split()) for line in result.stdout.splitlines()}
     assert "paged state 262,144 256 KiB 64 pages of 64 positions, 64 bytes per position" in words
     assert "layers.*.k 262,144 1 x bf16[64, 64, 4, 8]" in words
     assert "layers.*.k 6,144 2 x bf16[1, 48, 4, 8]" in words
-    assert "total 3,270,336 3.12 MiB" in words
+    assert "kept by launches 512 512 B of all steps" in words
+    assert "total 3,270,848 3.12 MiB" in words
 
 
 def test_json(engine: Path) -> None:
     result = json.loads(invoke(engine, "--json").stdout)
     assert result["config"] == json.loads((engine / "config.json").read_text())
-    assert result["memory_total"] == 3_270_336
+    assert result["memory_total"] == 3_270_848
     assert [step["name"] for step in result["steps"]] == ["decode", "verify4"]
     assert result["steps"][1]["launches_per_op"] == {
         "embedding": 1, "head": 1, "norm": 1, "store": 1,

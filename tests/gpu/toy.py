@@ -56,7 +56,7 @@ def write_engine(folder: Path, target: str) -> ef.EngineConfig:
                 ef.StateSpec("pages", "paged", (PAGES, PAGE), "int32"),
             ),
         ),
-        memory=ef.MemoryTable(0, 0, 0, 0, 0),
+        memory=ef.MemoryTable(0, 0, 0, 0, 0, 0),
         build={},
         rebuild_command="ink-build",
         plugins={},

@@ -70,7 +70,7 @@ def make_config(**changes: Any) -> EngineConfig:
         "max_seq_len": 96,
         "steps": tuple(steps),
         "state": StateLayout(3, 4, 3 * 24, ROLLBACK, ()),
-        "memory": MemoryTable(0, 0, 0, 0, 0),
+        "memory": MemoryTable(0, 0, 0, 0, 0, 0),
         "build": {},
         "rebuild_command": REBUILD,
         "plugins": {},

@@ -10,7 +10,7 @@ from fake import make_config
 
 from inkrt.errors import CapacityError
 from inkrt.runtime.engine_file import EngineCode, StateLayout, StateSpec
-from inkrt.runtime.executor.cuda_memory import ALIGNMENT, DeviceMemory, tables
+from inkrt.runtime.executor.cuda_memory import ALIGNMENT, DeviceMemory
 from inkrt.runtime.plan import (
     Kernel,
     KernelParam,
@@ -19,6 +19,7 @@ from inkrt.runtime.plan import (
     TableParam,
     TensorParam,
     TensorSpec,
+    tables,
 )
 
 TABLES = (TableParam((0, 1, 2, 3)), TableParam((3, 3)))
