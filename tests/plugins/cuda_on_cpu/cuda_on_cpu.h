@@ -58,6 +58,9 @@ static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) {
 static inline float2 make_float2(float x, float y) {
   return {x, y};
 }
+static inline float4 make_float4(float x, float y, float z, float w) {
+  return {x, y, z, w};
+}
 using std::max;
 using std::min;
 
