@@ -2,10 +2,9 @@
 // window and the kind of cache known at run time, so that all layers share one copy of the code.
 // The bits are those of attention_sm90/attention.cuh:
 //   without a window  blocks take runs of pages, as its clusters of one block do;
-//   with a window     page j is of block j % WINDOW_BLOCKS and of warpgroup j / WINDOW_BLOCKS % 2,
-//   as
-//                     in its cluster of that many blocks. Their partials are added up in the same
-//                     order, through device memory instead of the cluster's.
+//   with a window     page j is of block j % WINDOW_BLOCKS and of warpgroup j / WINDOW_BLOCKS %
+//                     2, as in its cluster of that many blocks. Their partials are added up in the
+//                     same order, through device memory instead of the cluster's.
 //
 // Pages of older positions are copied ahead of time. The step's own key and value come from the
 // exchange, go into the page in shared memory, and from there to the cache.
@@ -34,13 +33,9 @@ struct Rotation {
 };
 INK_DEVICE void norm_and_rotate(Head& h, u32 norm_low, u32 norm_high, float eps, Rotation rotation,
                                 int lane) {
-  float squares = 0;
-  {
-    const float a = fmaf(h.high[0], h.high[0], h.low[0] * h.low[0]);
-    const float b = fmaf(h.high[1], h.high[1], h.low[1] * h.low[1]);
-    squares = tree_sum(a + b);
-  }
-  const float r = inverse_rms(squares, 1.f / kDim, eps);
+  const float first = fmaf(h.high[0], h.high[0], h.low[0] * h.low[0]);
+  const float second = fmaf(h.high[1], h.high[1], h.low[1] * h.low[1]);
+  const float r = inverse_rms(tree_sum(first + second), 1.f / kDim, eps);
   h.low[0] = round_bf16(h.low[0] * r * low_float(norm_low));
   h.low[1] = round_bf16(h.low[1] * r * high_float(norm_low));
   h.high[0] = round_bf16(h.high[0] * r * low_float(norm_high));
@@ -60,8 +55,8 @@ INK_DEVICE void norm_and_rotate(Head& h, u32 norm_low, u32 norm_high, float eps,
 // merges the blocks' partials of one head.
 //   words    of the exchange, q, k and v: [head][64] pairs (row d, row d + 64) of bf16
 //   ring     shared memory as `Smem` lays it out, of which pages below EARLY_STAGES were prefetched
-//   row      shared memory, 512 bytes: the step's key and value, if their page comes later than the
-//   ring's first parities of the ring's barriers
+//   row      shared memory, 512 bytes: the step's key and value, if their page is not among the
+//            ring's first
 struct OneToken {
   const Pages& pages;
   const Args& args;
@@ -87,14 +82,7 @@ struct OneToken {
                       Tile::begin(pages.locate(p / kPage), kKvHeads, pages.kv_head) +
                       r * Tile::kRowBytes;
     const int head = kHeads + pages.kv_head + (is_v ? kKvHeads : 0);
-    const u32* from = words + head * (kDim / 2) + 2 * lane;
-    uint2 v;
-    for (u32 spins = 0;; spins++) {
-      v = poll8(from);
-      if (!__any_sync(INK_FULL_WARP, has_empty(v)) || patience.is_over(spins)) break;
-    }
-    __syncwarp();
-    Head h = unpack(v);
+    Head h = unpack(receive8(words + head * (kDim / 2) + 2 * lane, patience));
     if (!is_v) norm_and_rotate(h, norm_low, norm_high, eps, rotation, lane);
     const uint2 halves = low_and_high(h);
     const int at = ((lane / 4) ^ (r & 7)) * 16 + lane % 4 * 4;
@@ -115,14 +103,8 @@ struct OneToken {
     if (warp < kHeadsPerKv) {
       const u32 norm_low = *(const u32*)(q_norm + 2 * lane),
                 norm_high = *(const u32*)(q_norm + kDim / 2 + 2 * lane);
-      const u32* from = words + (pages.kv_head * kHeadsPerKv + warp) * (kDim / 2) + 2 * lane;
-      uint2 v;
-      for (u32 spins = 0;; spins++) {
-        v = poll8(from);
-        if (!__any_sync(INK_FULL_WARP, has_empty(v)) || patience.is_over(spins)) break;
-      }
-      __syncwarp();
-      Head h = unpack(v);
+      const int head = pages.kv_head * kHeadsPerKv + warp;
+      Head h = unpack(receive8(words + head * (kDim / 2) + 2 * lane, patience));
       norm_and_rotate(h, norm_low, norm_high, eps, rotation, lane);
       halves = low_and_high(h);
     }
@@ -131,6 +113,7 @@ struct OneToken {
     *(u32*)(to + kRows * 128) = halves.y;
   }
 
+  // parities: of the ring's barriers.
   INK_DEVICE void run(u32& parities, int warp, int lane, Patience& patience) const {
     const bool has_newest = pages.has_newest();
     const int join = kThreads + (has_newest ? 64 : 0);

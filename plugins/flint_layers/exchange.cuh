@@ -72,11 +72,20 @@ INK_DEVICE void wait(u64* bar, u32 parity, Patience& patience) {
   patience.limit = __reduce_min_sync(INK_FULL_WARP, patience.limit);  // lanes give up together
 }
 
-// The warp's words, 16 bytes a lane, `stride` bytes apart.
-INK_DEVICE uint4 receive(const void* words, int stride, int lane, Patience& patience) {
+// The words of each lane of a warp.
+INK_DEVICE uint4 receive16(const void* words, Patience& patience) {
   uint4 v;
   for (u32 spins = 0;; spins++) {
-    v = poll16((const u8*)words + lane * stride);
+    v = poll16(words);
+    if (!__any_sync(INK_FULL_WARP, has_empty(v)) || patience.is_over(spins)) break;
+  }
+  __syncwarp();
+  return v;
+}
+INK_DEVICE uint2 receive8(const void* words, Patience& patience) {
+  uint2 v;
+  for (u32 spins = 0;; spins++) {
+    v = poll8(words);
     if (!__any_sync(INK_FULL_WARP, has_empty(v)) || patience.is_over(spins)) break;
   }
   __syncwarp();

@@ -36,9 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, b = blockIdx.x;
   const bool is_owner = b < OWNERS;
-  const int first_tile = b * ROW_TILES / BLOCKS,
-            num_tiles = (b + 1) * ROW_TILES / BLOCKS - first_tile;
-  const int router_rows = is_owner ? max(0, min(ROUTER_ROWS, EXPERTS - b * ROUTER_ROWS)) : 0;
+  const int first_tile = first_tile_of(b), num_tiles = first_tile_of(b + 1) - first_tile;
+  const int router_rows = router_rows_of(b);
   Patience patience{error};
   u8* const ring = sm.gate_up;
   bf16* const page = sm.x[warp];
@@ -169,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       args.sinks = layer.at[SINKS];
       args.out = words.attended;
       args.partials = partials + set * 32;
-      args.partial_sums = partial_sums + set * attention::SUM_COPIES;
+      args.partial_sums = partial_sums + set * SUM_COPIES;
       args.error = error;
       args.scale = scale;
       const attention::Rotation rotation = {HAS_ROPE[index] ? sm.sine : nullptr, sm.cosine};
@@ -194,15 +193,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       wait(&sm.bar_o, parity, patience);
       make_ready(w, sm.o, warp * O_VECTORS, lane);
       if (warp == 0) mark(index, 15);
-      const uint4 v = receive(words.attended + warp * 256, 16, lane, patience);
+      const uint4 v = receive16(words.attended + warp * 256 + lane * 8, patience);
       if (warp == 0) mark(index, 4);
-      *(uint4*)(page + lane * 8) = v;
-      __syncwarp();
-      Activations<O_VECTORS> act;
-      load_tokens_shared<O_VECTORS>(act, page, 0, lane);
-      Tile t = zero_tile();
-      multiply_ready(t, w, act);
-      store_rows(sm.narrow + warp * 16, t, lane);
+      multiply_slice(w, v, page, sm.narrow + warp * 16, lane);
     }
     __syncthreads();
     if (is_owner && warp == 0) {
@@ -323,16 +316,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         make_ready(w, (is_routed ? sm.down : sm.shared_down) + half / 2 * JOB_BYTES,
                    half % 2 * DOWN_VECTORS, lane);
         if (warp == 0) mark(index, 17);
-        const uint4 v = receive((is_routed ? words.hidden : words.shared)[half * 32], SECTOR * 4,
-                                lane, patience);
+        const uint4 v =
+            receive16((is_routed ? words.hidden : words.shared)[half * 32 + lane], patience);
         if (warp == 0) mark(index, 13);
-        *(uint4*)(page + lane * 8) = v;
-        __syncwarp();
-        Activations<DOWN_VECTORS> act;
-        load_tokens_shared<DOWN_VECTORS>(act, page, 0, lane);
-        Tile t = zero_tile();
-        multiply_ready(t, w, act);
-        store_rows(sm.narrow + warp * 16, t, lane);
+        multiply_slice(w, v, page, sm.narrow + warp * 16, lane);
       }
       __syncthreads();
       if (warp == 0) {

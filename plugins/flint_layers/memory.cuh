@@ -23,6 +23,11 @@ static_assert(OWNERS <= BLOCKS && SHARED_WIDTH == 8 * OWNERS, "a shared tile for
 static_assert(2 * (TOP_K + SHARED_JOBS) == WARPS && WIDTH == 512, "two warps for each down job");
 static_assert(TOP_K * EXPERT_TILES % OWNERS == 0 && EXPERT_SLOTS <= 3, "expert tiles");
 static_assert(ROUTER_ROWS <= 2 && QKV_TILES <= 3, "rows of a block");
+// Row tiles are dealt out evenly; router rows one after the other, none past the owners.
+INK_DEVICE int first_tile_of(int block) { return block * ROW_TILES / BLOCKS; }
+INK_DEVICE int router_rows_of(int block) {
+  return max(0, min(ROUTER_ROWS, EXPERTS - block * ROUTER_ROWS));
+}
 
 __constant__ int HAS_WINDOW[LAYERS] = {WINDOWED};
 __constant__ int HAS_ROPE[LAYERS] = {ROPES};
@@ -66,8 +71,8 @@ struct Slot {
 // Blocks that own no rows run ahead into the next layer; its stream tells them that all owners are
 // past what they published and emptied in this one. What the slot held two layers ago has been read
 // by then, as every block's heads of the layer before went into the stream of this one.
-constexpr int NUM_SLOTS = 4, EMPTIED_AHEAD = 2;
-static_assert(EMPTIED_AHEAD == 2 && EMPTIED_AHEAD <= NUM_SLOTS - 2, "see above");
+constexpr int EMPTIED_AHEAD = 2;
+static_assert(EMPTIED_AHEAD <= NUM_SLOTS - 2, "see above");
 constexpr int PIECES_OF_BLOCK = sizeof(Slot) / 16 / OWNERS;
 static_assert(sizeof(Slot) % (16 * OWNERS) == 0, "a slot is emptied in equal shares");
 static_assert(sizeof(Slot) == SLOT_BYTES, "tactics.py and memory.cuh disagree on a slot");
@@ -121,8 +126,8 @@ enum Point { AFTER_O, AFTER_ROUTER, BEHIND_EXPERTS, AFTER_GATE_UP, AFTER_DOWN, P
 
 // One thread.
 __device__ __noinline__ void request(Shared& sm, const Layer& l, int piece) {
-  const int b = blockIdx.x, first_tile = b * ROW_TILES / BLOCKS;
-  const int num_tiles = (b + 1) * ROW_TILES / BLOCKS - first_tile;
+  const int b = blockIdx.x, first_tile = first_tile_of(b);
+  const int num_tiles = first_tile_of(b + 1) - first_tile;
   const u8* from;
   u8* to;
   u32 num_bytes = TILE_BYTES, expected = 0;
@@ -142,7 +147,7 @@ __device__ __noinline__ void request(Shared& sm, const Layer& l, int piece) {
     bar = &sm.bar_shared_gate_up, expected = num_bytes;
     to = sm.shared_gate_up, from = l.at[SHARED_GATE_UP] + (size_t)b * num_bytes;
   } else if (piece == 6) {
-    const int rows = max(0, min(ROUTER_ROWS, EXPERTS - b * ROUTER_ROWS));
+    const int rows = router_rows_of(b);
     bar = &sm.bar_router, expected = rows * HIDDEN * 2 + 8 * EXPERTS, num_bytes = rows * HIDDEN * 2;
     to = (u8*)sm.router, from = l.at[ROUTER] + (size_t)b * ROUTER_ROWS * HIDDEN * 2;
   } else {

@@ -19,8 +19,7 @@ namespace attention {
 constexpr int WINDOW_BLOCKS = 8;
 constexpr int EARLY_STAGES = 2;  // of the ring lie where nothing else is at the end of a layer
 constexpr int JOIN_BARRIER = 6;
-// Of a reference point and denominator: a sector of the L2 is one block's, see memory.cuh.
-constexpr int SUM_COPIES = 4;
+// SUM_COPIES of a reference point and denominator fill a sector of the L2, see memory.cuh.
 static_assert(SUM_COPIES * WINDOW_BLOCKS == 32, "a copy a lane");
 
 // Rows of a tile, which arm the barrier with their bytes. Not inlined, as all that only requests

@@ -47,7 +47,8 @@ _PACKED = (
 SCHEDULE = (2, 1, 2, 1, 3, 3, 4, 4)
 # The first point at which each piece's place in shared memory is free.
 EARLIEST = (0, 0, 0, 0, 0, 1, 3, 4)
-_SLOTS = 4
+# Slots of the exchange, and copies that fill a sector, see memory.cuh.
+_NUM_SLOTS, _SUM_COPIES = 4, 4
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
@@ -148,7 +149,8 @@ def tactic(
             ("WINDOWED", ",".join(str(int(window > 0)) for window in windows)),
             ("ROPES", ",".join(map(str, has_rope))),
             ("INV_FREQ", inverse_frequencies(max(rope_thetas) or 1.0)),
-            ("SLOT_BYTES", slot_bytes), ("SMEM_BYTES", MAX_SMEM),
+            ("NUM_SLOTS", _NUM_SLOTS), ("SLOT_BYTES", slot_bytes), ("SUM_COPIES", _SUM_COPIES),
+            ("SMEM_BYTES", MAX_SMEM),
         ),
         grid=(MULTIPROCESSORS, 1, 1),
         block=(512, 1, 1),
@@ -156,9 +158,9 @@ def tactic(
         params=(
             Pointer("x"), Pointer("delta"), Table(_COLUMNS), Pointer("page_table"),
             Pointer("position"), Pointer("slot"), Output(0), Output(1),
-            Scratch("exchange", _SLOTS * slot_bytes, fill=0xFF),
+            Scratch("exchange", _NUM_SLOTS * slot_bytes, fill=0xFF),
             Scratch("partials", partials * 512, fill=0xFF),
-            Scratch("partial_sums", partials * 4 * 8, fill=0xFF),
+            Scratch("partial_sums", partials * _SUM_COPIES * 8, fill=0xFF),
             Scratch("slots_used", 4 * MULTIPROCESSORS, fill=0),
             Scratch("error", 4, fill=0),
             Int32(sum(point << 4 * piece for piece, point in enumerate(SCHEDULE))),

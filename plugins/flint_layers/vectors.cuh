@@ -12,12 +12,11 @@ struct Ready {
 };
 template <int N>
 INK_DEVICE void make_ready(Ready<N>& r, const u8* tile, int first, int lane) {
-  u32 scales[(N + 1) / 2];
-  if (N == 1) {
-    scales[0] = *(const u16*)vector_scales(tile, first, lane);
-  } else if (N == 4) {
+  static_assert(N == 2 || N == 4, "scales of two or four vectors at once");
+  u32 scales[N / 2];
+  if (N == 4) {
     const uint2 v = *(const uint2*)vector_scales(tile, first, lane);
-    scales[0] = v.x, scales[(N + 1) / 2 - 1] = v.y;
+    scales[0] = v.x, scales[N / 2 - 1] = v.y;
   } else {
     scales[0] = *(const u32*)vector_scales(tile, first, lane);
   }
@@ -55,6 +54,17 @@ INK_DEVICE void store_rows(float* partial, const Tile& t, int lane) {  // [row 1
     partial[8 + (lane >> 2)] = t.c[0][2] + t.c[1][2];
   }
 }
+// The product with a warp's slice of 256 bf16, eight a lane, by way of the warp's `page`.
+INK_DEVICE void multiply_slice(const Ready<4>& w, uint4 slice, bf16* page, float* partial,
+                               int lane) {
+  *(uint4*)(page + lane * 8) = slice;
+  __syncwarp();
+  Activations<4> act;
+  load_tokens_shared<4>(act, page, 0, lane);
+  Tile t = zero_tile();
+  multiply_ready(t, w, act);
+  store_rows(partial, t, lane);
+}
 // Row lane & 15 of [warp 16][row 16], in the order of `strided_sum`.
 INK_DEVICE float row_sum(const float* partial, int lane) {
   float x = 0;
@@ -68,7 +78,7 @@ INK_DEVICE float row_sum(const float* partial, int lane) {
 // the sum of squares of its slice; `sums` of the warps meet in shared memory. All warps.
 INK_DEVICE uint2 receive_normed(const float* stream, float* sums, uint2 weight, float eps, int warp,
                                 int lane, Patience& patience) {
-  const uint4 words = receive(stream + warp * 128, 16, lane, patience);
+  const uint4 words = receive16(stream + warp * 128 + lane * 4, patience);
   const float v[4] = {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
                       __uint_as_float(words.w)};
   const float of_warp = tree_sum((__fmul_rn(v[0], v[0]) + __fmul_rn(v[1], v[1])) +

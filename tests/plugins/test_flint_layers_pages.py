@@ -9,7 +9,7 @@ import pytest
 HERE = Path(__file__).parent / "cuda_on_cpu"
 PLUGINS = HERE.parents[2] / "plugins"
 COMPILER = shutil.which("g++")
-SIZES = {"HEADS": 32, "KV_HEADS": 4, "BLOCKS": 132}
+SIZES = {"HEADS": 32, "KV_HEADS": 4, "BLOCKS": 132, "SUM_COPIES": 4}
 ATTENTION = {
     "ATTN_TOKENS": 1, "ATTN_GROUP": 1, "ATTN_KV_HEADS": 4, "ATTN_HEADS_PER_KV": 8,
     "ATTN_MIN_PAGES": 1, "ATTN_STAGES": 6, "ATTN_RELATIVE": 0,
