@@ -1,7 +1,7 @@
 """Runs of Flint's expert layers: what is fused for a target that has a kernel, and what is not."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 
@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from graph_run import assert_same_run, copies, run_graph
+from plan_run import run_plan
 from small_flint import inputs_of, rank_states, rank_weights, small_config, small_graph, write_small
 from small_model import DECODE, STATE, VERIFY3
 from test_pass_patterns import insert_aten, read_before, tap
@@ -30,8 +31,7 @@ from inkrt.plugins.tactic import (
     number_list_arg,
     tensor_list_arg,
 )
-from inkrt.runtime.engine_file import StateLayout, StateSpec, StepSpec
-from inkrt.runtime.executor.cpu import _BoundPlan, _Rank
+from inkrt.runtime.engine_file import StepSpec
 from inkrt.runtime.plan import Plan
 
 # The package exports the function of the same name.
@@ -259,34 +259,6 @@ def test_outputs_of_a_run_may_be_seen(
     assert_same_run(graph, expected, weights, states, inputs)
 
 
-def run_plan(
-    plan: Plan, weights: dict[str, Tensor], state: dict[str, Tensor], inputs: dict[str, Tensor]
-) -> Iterator[Tensor]:
-    """Outputs of a plan as the CPU executor gives them; writes `state`."""
-    specs = tuple(
-        StateSpec(name, "ring", tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        for name, value in state.items()
-    )
-    layout = StateLayout(2, 64, 4, 13, specs)
-    rank = _Rank(weights, _Config(layout), plan.arena_bytes)  # type: ignore[arg-type]
-    for name, value in state.items():
-        rank.state[name].copy_(value)
-    tensors = rank.bind(plan)
-    bound = _BoundPlan(plan, [tensors])
-    for name, value in inputs.items():
-        tensors[plan.inputs[name]].copy_(value)
-    for launch in plan.launches:
-        bound.run_launch(launch)
-    for name, value in state.items():
-        value.copy_(rank.state[name])
-    return (tensors[plan.outputs[name]] for name in ("tokens", "logits"))
-
-
-class _Config:
-    def __init__(self, state: StateLayout) -> None:
-        self.state = state
-
-
 @STEPS
 @pytest.mark.usefixtures("asked")
 def test_plan_of_a_fused_step(
@@ -302,7 +274,7 @@ def test_plan_of_a_fused_step(
     plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan)
     (state,) = rank_states(ONE)
     got = run_plan(plan, weights[0], state, inputs)
-    assert torch.equal(next(got), tokens)
-    assert torch.equal(next(got), logits)
+    assert torch.equal(got[0], tokens)
+    assert torch.equal(got[1], logits)
     assert all(torch.equal(state[name], value) for name, value in states[0].items())
     assert plugins()["flint_layers"].mutates == ("k_cache", "v_cache")

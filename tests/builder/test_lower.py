@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from graph_run import step_inputs
+from plan_run import run_plan
 from small_model import STATE, lower_graph
 from torch import Tensor, nn
 
 from inkrt.builder.trace import trace
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import plugins
-from inkrt.runtime.engine_file import StateLayout, StateSpec, StepSpec
-from inkrt.runtime.executor.cpu import _BoundPlan, _Rank
-from inkrt.runtime.plan import Plan
+from inkrt.runtime.engine_file import StepSpec
 
 plugins()
 ink = torch.ops.ink
@@ -78,28 +77,6 @@ class Views(nn.Module):
         between = ink.residual_add(None, ink.embedding(tokens, self.table), torch.float32)
         y = ink.rms_norm(self.view(Given(x, self.weight, self.ring)), None, 1e-6, torch.float32)
         return ink.residual_add(between, between, torch.float32)[2:], y
-
-
-def run_plan(
-    plan: Plan, weights: dict[str, Tensor], state: dict[str, Tensor], inputs: dict[str, Tensor]
-) -> list[Tensor]:
-    """Outputs of a plan without collectives, run as the CPU executor does."""
-    specs = tuple(StateSpec(name, "ring", tuple(x.shape), "float32") for name, x in state.items())
-    rank = _Rank(weights, _StateOnly(StateLayout(2, 64, 4, 13, specs)), plan.arena_bytes)  # type: ignore[arg-type]
-    for name, value in state.items():
-        rank.state[name].copy_(value)
-    tensors = rank.bind(plan)
-    bound = _BoundPlan(plan, [tensors])
-    for name, value in inputs.items():
-        tensors[plan.inputs[name]].copy_(value)
-    for launch in plan.launches:
-        bound.run_launch(launch)
-    return [tensors[plan.outputs[name]] for name in ("tokens", "logits")]
-
-
-class _StateOnly:
-    def __init__(self, state: StateLayout) -> None:
-        self.state = state
 
 
 def draw(*shape: int) -> Tensor:
