@@ -343,18 +343,18 @@ def _open_device(device_class: Any, number: int, folder: Path, config: EngineCon
             f"engine {folder} was built for {config.target}, but no GPU is usable here ({error}); "
             f"check the driver with nvidia-smi, or build with --target cpu"
         ) from None
-    # Blocks of some kernels wait for each other, one on each multiprocessor of an H200.
-    multiprocessors = device.properties.multiprocessor_count
-    if multiprocessors < NEEDED_MULTIPROCESSORS:
-        raise EngineMismatchError(
-            f"engine {folder} needs a GPU with {NEEDED_MULTIPROCESSORS} multiprocessors, "
-            f"{device.name} has {multiprocessors}; use a whole GPU, or build with --target cpu"
-        )
     capability = device.compute_capability
     found = f"sm_{capability.major}{capability.minor}"
     if found != config.target.rstrip("af"):
         raise EngineMismatchError(
             f"engine {folder} was built for {config.target}, this GPU is {found} ({device.name}); "
             f"rebuild it for {found}: {config.rebuild_command}"
+        )
+    # Blocks of some kernels wait for each other, one on each multiprocessor of an H200.
+    multiprocessors = device.properties.multiprocessor_count
+    if multiprocessors < NEEDED_MULTIPROCESSORS:
+        raise EngineMismatchError(
+            f"engine {folder} needs a GPU with {NEEDED_MULTIPROCESSORS} multiprocessors, "
+            f"{device.name} has {multiprocessors}; use a whole GPU, or build with --target cpu"
         )
     return device

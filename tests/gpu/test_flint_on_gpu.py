@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from flint_config import CONFIG
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
@@ -17,20 +18,6 @@ from inkrt.runtime.executor import Sampling
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = {
-    "model_type": "flint",
-    "dtype": "bfloat16",
-    "vocab_size": 1000,
-    "hidden_size": 512,
-    "intermediate_size": 512,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 512,
-    "num_experts": 32,
-    "max_position_embeddings": 2048,
-}
 # Launches and logits of a bf16 model that adds in other orders: on this random one, measured on an
 # H200, 1e-2 a launch in front of the first experts and 1.8e-2 of the logits on average. Where two
 # experts are as good as each other, rounding decides: a row of logits is then off by up to 0.11,

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from flint_config import CONFIG
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
@@ -19,19 +20,10 @@ from inkrt.runtime.executor import Sampling, StepInput
 pytestmark = pytest.mark.gpu
 
 VOCAB = 5003  # rows without 16-byte alignment, five blocks a row
-CONFIG = {
-    "model_type": "flint",
-    "dtype": "bfloat16",
+MODEL = {
+    **CONFIG,
     "vocab_size": VOCAB,
-    "hidden_size": 512,
-    "intermediate_size": 512,
     "num_hidden_layers": 3,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 512,
-    "num_experts": 32,
-    "max_position_embeddings": 2048,
     "quantization_config": {"quant_method": "nvfp4"},
 }
 REQUESTS = {
@@ -47,7 +39,7 @@ STEPS = 300
 @pytest.fixture(scope="module")
 def engines(gpu, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sampling")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(MODEL))
     opened = {}
     for target in ("cpu", "sm_90a"):
         options = BuildOptions(target=target, weights="dummy", max_batch_size=2)

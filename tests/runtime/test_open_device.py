@@ -1,0 +1,65 @@
+"""A GPU that does not fit an engine is refused in one line before anything is allocated."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake import make_config
+
+from inkrt.errors import DeviceError, EngineMismatchError
+from inkrt.runtime.executor.cuda import _open_device
+
+
+def gpu(major: int, minor: int, multiprocessors: int) -> Any:
+    """A class of devices of this kind."""
+
+    def make(number: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=f"GPU {number}",
+            compute_capability=SimpleNamespace(major=major, minor=minor),
+            properties=SimpleNamespace(multiprocessor_count=multiprocessors),
+            set_current=lambda: None,
+        )
+
+    return make
+
+
+def no_gpu(_number: int) -> None:
+    raise RuntimeError("no driver")
+
+
+ENGINE = Path("engine")
+
+
+def test_the_gpu_it_was_built_for_is_taken() -> None:
+    config = make_config(target="sm_90a")
+    assert _open_device(gpu(9, 0, 132), 0, ENGINE, config).name == "GPU 0"
+    assert _open_device(gpu(10, 0, 148), 1, ENGINE, make_config(target="sm_100a")).name == "GPU 1"
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (
+            gpu(10, 0, 148),
+            "was built for sm_90a, this GPU is sm_100 (GPU 0); rebuild it for sm_100",
+        ),
+        (gpu(9, 0, 114), "needs a GPU with 132 multiprocessors, GPU 0 has 114; use a whole GPU"),
+    ],
+)
+def test_another_gpu_is_refused(device: Any, words: str) -> None:
+    with pytest.raises(EngineMismatchError) as caught:
+        _open_device(device, 0, ENGINE, make_config(target="sm_90a"))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_gpu_is_said() -> None:
+    with pytest.raises(DeviceError, match=r"no GPU is usable here \(no driver\)"):
+        _open_device(no_gpu, 0, ENGINE, make_config(target="sm_90a"))
+
+
+def test_several_ranks_are_refused() -> None:
+    with pytest.raises(EngineMismatchError, match="is for 2 ranks"):
+        _open_device(gpu(9, 0, 132), 0, ENGINE, make_config(target="sm_90a", tp_size=2))
