@@ -45,6 +45,8 @@ def test_the_gpu_it_was_built_for_is_taken() -> None:
             gpu(10, 0, 148),
             "was built for sm_90a, this GPU is sm_100 (GPU 0); rebuild it for sm_100",
         ),
+        # The architecture first: that is what another GPU is wrong in.
+        (gpu(8, 9, 128), "was built for sm_90a, this GPU is sm_89 (GPU 0)"),
         (gpu(9, 0, 114), "needs a GPU with 132 multiprocessors, GPU 0 has 114; use a whole GPU"),
     ],
 )
