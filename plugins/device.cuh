@@ -147,6 +147,16 @@ INK_DEVICE u32 load_arrivals(const u32* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+INK_DEVICE u64 arrive(u64* p) {  // for counters that are never reset
+  u64 v;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+INK_DEVICE u64 load_arrivals(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
 INK_DEVICE unsigned char* dynamic_smem() {
   extern __shared__ __align__(1024) unsigned char ink_dynamic_smem[];
   return ink_dynamic_smem;
@@ -163,6 +173,20 @@ INK_DEVICE void copy_async4(void* to_smem, const void* from) {
 }
 INK_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
+}
+// Sixteen bytes, past the L1, in groups: a thread's copies since its last commit are a group, and
+// it can wait for all but the N latest ones.
+INK_DEVICE void copy_async16(void* to_smem, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem_address(to_smem)),
+               "l"(from)
+               : "memory");
+}
+INK_DEVICE void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N>
+INK_DEVICE void copy_async_wait_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // ---- programmatic dependent launch ----

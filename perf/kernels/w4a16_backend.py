@@ -75,8 +75,9 @@ def empty(backend: Backend, num_bytes: int, fill: int = POISON) -> Buffer:
     return backend.upload(np.full(num_bytes, fill, np.uint8))
 
 
-# Arguments that an earlier kernel of a step writes. `down` reads the logits early, see gate_up.cu.
-_LATE = {"x", "delta", "z", "middle", "hidden", "shared_hidden", "best", "row"}
+# Arguments that an earlier kernel of a step writes. `down` reads what the router writes (logits,
+# shared_hidden) early, see gate_up.cu.
+_LATE = {"x", "delta", "z", "middle", "hidden", "best", "row"}
 
 
 @dataclass(frozen=True, slots=True)

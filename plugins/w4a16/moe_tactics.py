@@ -1,4 +1,4 @@
-"""The tactic of a mixture-of-experts block: router, gate_up and down, see their CUDA files."""
+"""The tactic of a mixture-of-experts block: router, then gate_up and down or experts.cu."""
 
 from inkrt.plugins.tactic import (
     Float32,
@@ -18,6 +18,7 @@ from inkrt.plugins.w4a16.launches import (
     trigger,
 )
 from inkrt.plugins.w4a16.shapes import (
+    EXPERTS_WARPS,
     LARGE_BLOCK,
     MAX_NORM_WIDTH,
     MULTIPROCESSORS,
@@ -26,10 +27,12 @@ from inkrt.plugins.w4a16.shapes import (
     check_tokens,
     check_width,
     down_bytes,
+    experts_bytes,
     gate_up_bytes,
     require,
     router_bytes,
     router_rows,
+    stage_vectors,
 )
 
 
@@ -43,15 +46,18 @@ def moe(
     depth: int | None = None,
     names: Names | None = None,
 ) -> Tactic:
-    """Residual add, norm, router, shared and routed experts, weighted sum: three kernels.
+    """Residual add, norm, router, shared and routed experts, weighted sum.
+
+    Three kernels for one token, two for more.
 
     Args:
         dims: sizes.
         num_tokens: T.
         eps: of the norm.
         has_delta: whether `delta` is added.
-        warps: of a block of gate_up, 8 or 16; the same for all T, or rows differ in their last bit.
-        depth: tiles of a block of gate_up that are on their way at once; None for a good number.
+        warps: among which gate_up splits K, 8 or 16; the same for all T, or rows differ in their
+            last bit.
+        depth: tiles of a warp of gate_up that are on their way at once; None for a good number.
         names: parameters x, delta, norm_weight; router_weight bf16 [E, H]; shared_gate_up_codes and
             _scales (gate rows, then up rows), shared_gate_up_scale float32 [1]; gate_up_codes,
             _scales [E, ...] and gate_up_scale float32 [E]; down_codes, _scales, down_scale [E];
@@ -62,6 +68,7 @@ def moe(
         BuildError: sizes that the kernels do not take.
     """
     check_tokens("moe", num_tokens)
+    require(warps in (8, 16), "moe", f"warps={warps}, expected 8 or 16")
     check_width("moe", "hidden", dims.hidden, MAX_NORM_WIDTH)
     check_width("moe", "width", dims.width, 512)
     check_width("moe", "shared_width", dims.shared_width, 8192)
@@ -100,7 +107,11 @@ def moe(
         ("ONE_TOKEN", int(tokens == 1)),
     ]  # fmt: skip
     when = ("TRIGGER", trigger(tokens))
-    down_depth = 1 if tokens == 1 or dims.bf16 else 2
+    after = (
+        _one_token(dims, warps, depth, [*sizes, when], names, own)
+        if tokens == 1
+        else (_more_tokens(dims, tokens, warps, [*sizes, when], names, own),)
+    )
     kernels = (
         launch(
             "router",
@@ -115,27 +126,7 @@ def moe(
                 own,
             ),
         ),
-        _gate_up(
-            dims,
-            tokens,
-            warps,
-            depth,
-            sizes,
-            params_of("z logits gate_up_codes gate_up_scale hidden T", names, own),
-        ),
-        launch(
-            "down",
-            [*sizes, when, ("DEPTH", down_depth)],
-            blocks=dims.hidden // 16,
-            threads=256,
-            smem=down_bytes(dims),
-            params=params_of(
-                "logits hidden shared_hidden down_codes down_scale shared_down_codes "
-                "shared_down_scale out T",
-                names,
-                own,
-            ),
-        ),
+        *after,
     )
     # Independent routing: the expected number of distinct experts.
     distinct = dims.experts * (1 - (1 - top_k / dims.experts) ** tokens)
@@ -161,33 +152,70 @@ def moe(
     )
 
 
-def _gate_up(
-    dims: Dims, num_tokens: int, warps: int, depth: int | None, sizes: Defines,
-    params: tuple[Param, ...],
-) -> KernelLaunch:  # fmt: skip
-    require(warps in (8, 16), "moe", f"warps={warps}, expected 8 or 16")
-    one_token = num_tokens == 1
+def _one_token(
+    dims: Dims, warps: int, depth: int | None, macros: Defines, names: Names | None, own: Names
+) -> tuple[KernelLaunch, ...]:
+    """gate_up, then down."""
     if depth is None:
-        for_one, for_more = (1, 2) if warps == 8 else (3, 4)
-        depth = 1 if dims.bf16 else for_one if one_token else for_more
-    # What the other blocks of an SM leave: three blocks of 8 warps, or one of 16 beside the router.
-    if dims.bf16 or not (one_token or warps == 16):
-        registers = 128
-    elif warps == 8:
-        registers = 80
+        depth = 2 if dims.bf16 else 1 if warps == 8 else 3
+    # What the other blocks of an SM leave: three blocks of 8 warps, or one of 16 beside the router
+    # and then beside `down`.
+    if warps == 8:
+        registers = 128 if dims.bf16 else 80
     else:
-        registers = 56 if one_token and depth <= 3 else 96
-    tiles = min(dims.experts, num_tokens * dims.top_k) * dims.width // 8
-    blocks = -(-tiles // depth) if one_token else min(tiles, MULTIPROCESSORS * 16 // warps)
-    return launch(
-        "gate_up",
-        [*sizes, ("WARPS", warps), ("DEPTH", depth), ("REGISTERS", registers)],
-        blocks=blocks,
-        threads=warps * 32,
-        # One token, large blocks: one on each SM.
-        smem=max(
-            gate_up_bytes(dims, warps, depth, one_token=one_token),
-            LARGE_BLOCK if one_token and warps == 16 else 0,
+        registers = 56 if not dims.bf16 and depth <= 3 else 96
+    most = dims.top_k * dims.width // 8
+    blocks = min(most, MULTIPROCESSORS * 16 // warps) if dims.bf16 else -(-most // depth)
+    tiles = -(-most // blocks)
+    # Large blocks: one on each SM.
+    is_large = warps == 16 and not dims.bf16
+    stages = dims.width // 64 // stage_vectors(dims)  # a whole job
+    return (
+        launch(
+            "gate_up",
+            [
+                *macros, ("WARPS", warps), ("DEPTH", depth), ("TILES", tiles),
+                ("REGISTERS", registers),
+            ],
+            blocks=blocks,
+            threads=warps * 32,
+            smem=max(gate_up_bytes(dims, warps, tiles), LARGE_BLOCK if is_large else 0),
+            params=params_of("z logits gate_up_codes gate_up_scale hidden", names, own),
         ),
-        params=params,
+        launch(
+            "down",
+            [*macros, ("STAGES", stages), ("REGISTERS", 64 if dims.bf16 else 80)],
+            blocks=dims.hidden // 16,
+            threads=256,
+            smem=down_bytes(dims, stages),
+            params=params_of(
+                "logits hidden shared_hidden down_codes down_scale shared_down_codes "
+                "shared_down_scale out",
+                names,
+                own,
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _more_tokens(
+    dims: Dims, num_tokens: int, warps: int, macros: Defines, names: Names | None, own: Names
+) -> KernelLaunch:
+    """Routed experts and the shared one's end in one launch."""
+    require(dims.hidden % 512 == 0 or dims.hidden == 256, "moe", f"hidden={dims.hidden}")
+    most = min(dims.experts, num_tokens * dims.top_k) * dims.width // 8
+    blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, -(-most // EXPERTS_WARPS)))
+    stages = 4
+    return launch(
+        "experts",
+        [*macros, ("K_WARPS", warps), ("STAGES", stages), ("BLOCKS", blocks)],
+        blocks=blocks,
+        threads=EXPERTS_WARPS * 32,
+        smem=check_smem("moe", experts_bytes(dims, stages)),
+        params=params_of(
+            "z logits shared_hidden gate_up_codes gate_up_scale down_codes down_scale "
+            "shared_down_codes shared_down_scale hidden out arrivals error T",
+            names,
+            {**own, "arrivals": Scratch("arrivals", 8, fill=0)},
+        ),
     )

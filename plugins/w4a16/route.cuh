@@ -12,22 +12,18 @@ constexpr int ROUTE_WARPS = 8;
 constexpr u8 NO_RANK = 255;
 
 struct Route {
-  int expert[SLOTS];  // distinct experts in rising order (one token: in rank order)
+  int expert[SLOTS];                      // distinct experts in rising order
   alignas(8) u8 rank[SLOTS][MAX_TOKENS];  // rank of distinct expert u for a token, or NO_RANK
   u8 index[MAX_TOKENS][8];                // distinct expert of a token's rank
   int chosen[MAX_TOKENS][8];
   float weight[MAX_TOKENS][8];
   u32 bits[8];
   int num_experts;
-  // One token: each warp has its own list, so that no block barrier is needed.
-  int solo_expert[ROUTE_WARPS][8];
-  alignas(8) u8 solo_rank[ROUTE_WARPS][8][MAX_TOKENS];
 };
-// What a warp reads during its work.
-struct RouteView {
-  const int* expert;
-  const u8 (*rank)[MAX_TOKENS];
-  int num_experts;
+// Of one token. Each warp has its own list, so that no block barrier is needed.
+struct SoloRoute {
+  int expert[ROUTE_WARPS][8];
+  float weight[8];
 };
 
 // Eight logits of each lane as numbers that order as they do, ties to the lowest index: (bits of
@@ -76,8 +72,7 @@ INK_DEVICE float routing_weight(u32 key, int lane) {
   return round_bf16(s / (sum + 1e-20f));
 }
 
-// Lane k < TOP_K: expert of rank k and its weight, for kernels that ask for it.
-template <bool WITH_WEIGHT>
+// Lane k < TOP_K: expert of rank k and its weight.
 INK_DEVICE void top_experts(const bf16* logits, int lane, int& expert, float& weight) {
   Keys keys = keys_of(load_logits(logits, lane), lane);
   u32 mine = 0;
@@ -87,36 +82,32 @@ INK_DEVICE void top_experts(const bf16* logits, int lane, int& expert, float& we
     if (lane == k) mine = best;
   }
   expert = expert_of(mine);
-  weight = WITH_WEIGHT ? routing_weight(mine, lane) : 0.f;
+  weight = routing_weight(mine, lane);
 }
 
-// At least ROUTE_WARPS * 32 threads; for one token, just so many. For more than one token it
-// contains block barriers; for one token, data under `index` and `weight` may be read after the
-// next block barrier.
-template <bool WITH_WEIGHT>
-INK_DEVICE RouteView route(const bf16* logits, int T, Route& r) {
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+// One token: the expert of each rank. ROUTE_WARPS warps; weights may be read after a block barrier.
+INK_DEVICE const int* choose(const bf16* logits, int lane, int warp, SoloRoute& r) {
   int expert;
   float weight;
-  if (T == 1) {
-    top_experts<WITH_WEIGHT>(logits, lane, expert, weight);
-    if (lane < TOP_K) {
-      r.solo_expert[warp][lane] = expert;
-      *(uint2*)r.solo_rank[warp][lane] = make_uint2(0xFFFFFF00u | lane, 0xFFFFFFFFu);
-      if (warp == 0) {
-        r.index[0][lane] = lane;
-        r.chosen[0][lane] = expert;
-        r.weight[0][lane] = weight;
-      }
-    }
-    __syncwarp();
-    return {r.solo_expert[warp], r.solo_rank[warp], TOP_K};
+  top_experts(logits, lane, expert, weight);
+  if (lane < TOP_K) {
+    r.expert[warp][lane] = expert;
+    if (warp == 0) r.weight[lane] = weight;
   }
+  __syncwarp();
+  return r.expert[warp];
+}
+
+// T > 1 tokens; at least ROUTE_WARPS warps. Contains block barriers, also at the end.
+INK_DEVICE void route(const bf16* logits, int T, Route& r) {
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   if (tid < 8) r.bits[tid] = 0;
   for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += ROUTE_WARPS * 32)
     ((u32*)r.rank)[i] = 0xFFFFFFFFu;
   if (warp < T) {
-    top_experts<WITH_WEIGHT>(logits + warp * EXPERTS, lane, expert, weight);
+    int expert;
+    float weight;
+    top_experts(logits + warp * EXPERTS, lane, expert, weight);
     if (lane < TOP_K) {
       r.chosen[warp][lane] = expert;
       r.weight[warp][lane] = weight;
@@ -146,6 +137,5 @@ INK_DEVICE RouteView route(const bf16* logits, int T, Route& r) {
     r.num_experts = n;
   }
   __syncthreads();
-  return {r.expert, r.rank, r.num_experts};
 }
 #endif  // INK_ROUTE_CUH

@@ -14,6 +14,7 @@ MULTIPROCESSORS = 132
 MAX_NORM_WIDTH = 2048
 HEAD = 128
 PAGE = 64
+EXPERTS_WARPS = 16
 SAMPLE_BINS = 2048
 
 
@@ -147,29 +148,53 @@ def router_bytes(dims: Dims) -> int:
     )
 
 
-def route_members(dims: Dims) -> list[tuple[int, int]]:
+def stage_vectors(dims: Dims) -> int:
+    """Vectors of 64 k that come together in a ring, see ring.cuh."""
+    return 1 if dims.bf16 else 4
+
+
+def ring_bytes(dims: Dims, stages: int) -> int:
+    """A warp's ring."""
+    return stages * dims.chunk_bytes * stage_vectors(dims) // 4
+
+
+def route_bytes(dims: Dims) -> int:
     """`Route` of route.cuh."""
     slots = MAX_TOKENS * dims.top_k
-    return [
-        (slots * 4, 4), (slots * 8, 8), (64, 1), (256, 4), (256, 4), (32, 4), (4, 4), (256, 4),
-        (512, 8),
-    ]  # fmt: skip
-
-
-def gate_up_bytes(dims: Dims, warps: int, depth: int, *, one_token: bool) -> int:
-    """`Shared` of gate_up.cu."""
-    partial = depth * live_warps(dims.hidden, warps) * 512
-    if one_token:
-        return struct_bytes((partial, 16), (dims.experts * 4, 4), (depth * 4, 4))
     return struct_bytes(
-        (2 * partial, 16), (dims.experts * 4, 4), (struct_bytes(*route_members(dims)), 8)
+        (slots * 4, 4), (slots * 8, 8), (64, 1), (256, 4), (256, 4), (32, 4), (4, 4)
     )
 
 
-def down_bytes(dims: Dims) -> int:
+def gate_up_bytes(dims: Dims, warps: int, tiles: int) -> int:
+    """`Shared` of gate_up.cu."""
+    return struct_bytes(
+        (tiles * live_warps(dims.hidden, warps) * 512, 16),
+        (warps * vectors_per_warp(dims.hidden, warps) * 128, 16),
+        (dims.experts * 4, 4),
+        (tiles * 4, 4),
+    )
+
+
+def down_bytes(dims: Dims, stages: int) -> int:
     """`Shared` of down.cu."""
-    jobs = dims.shared_width // dims.width + MAX_TOKENS * dims.top_k
-    return struct_bytes((jobs * 512, 16), (struct_bytes(*route_members(dims)), 8), (256, 4))
+    jobs = dims.shared_width // dims.width + dims.top_k
+    return struct_bytes(
+        (8 * ring_bytes(dims, stages), 128), (jobs * 512, 16), (256 + 32, 4), (32, 4)
+    )
+
+
+def experts_bytes(dims: Dims, stages: int) -> int:
+    """`Shared` of experts.cu."""
+    slots = MAX_TOKENS * dims.top_k
+    activations = max(MAX_TOKENS * (dims.hidden + 8), slots * (dims.width + 8)) * 2
+    return struct_bytes(
+        (EXPERTS_WARPS * ring_bytes(dims, stages), 128),
+        (activations, 16),
+        ((dims.shared_width // dims.width + slots) * 512, 16),
+        (route_bytes(dims), 8),
+        (256, 4),
+    )
 
 
 def stream_bytes(dims: Dims, depth: int, *, norm: bool) -> int:

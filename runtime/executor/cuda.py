@@ -207,14 +207,17 @@ class CudaExecutor:
             programmatic_stream_serialization=kernel.pdl,
         )
         function = self._modules[kernel.cubin].get_kernel(kernel.entry)
-        if kernel.smem_bytes > 48 * 1024:
-            attribute = self._driver.CUfunction_attribute
+        attribute = self._driver.CUfunction_attribute
+        # Kernels of different carve-outs cannot share a multiprocessor, so none would start beside
+        # its predecessor.
+        values = {
+            attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: kernel.smem_bytes,
+            attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: 100,
+        }
+        for name, value in values.items():
             self._check(
                 self._driver.cuKernelSetAttribute(
-                    attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    kernel.smem_bytes,
-                    function.handle,
-                    self._device.device_id,
+                    name, value, function.handle, self._device.device_id
                 )
             )
         launch(builder, config, function, *(self._param(plan, item) for item in kernel.params))

@@ -66,10 +66,10 @@ class Emulator:
             *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
         )
         # Blocks of such a kernel wait for each other.
-        scratch = [param.name for param in kernel.params if isinstance(param, Scratch)]
+        scratch = {param.name for param in kernel.params if isinstance(param, Scratch)}
         library.emu_run(
             kernel.grid[0], kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
-            int(self.reverse), int("exchange" in scratch), pointers,
+            int(self.reverse), int(bool(scratch & {"exchange", "arrivals"})), pointers,
         )  # fmt: skip
 
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
