@@ -1,4 +1,4 @@
-"""LLM on a CPU engine draws what single steps draw: greedy and sampled, stopped early, continued."""
+"""LLM on a CPU engine draws what single steps draw: greedy, sampled, stopped early, continued."""
 
 import numpy as np
 import pytest
