@@ -142,6 +142,8 @@ class StateManager:
 
         No more than can be written and then given up, so that the session goes on behind the first.
         """
+        if sequence.high_water - sequence.length > self.layout.rollback_tokens:
+            return 0
         num_free = len(self._free_pages) - len(self._shared_pages(sequence))
         room = (len(sequence.pages) + num_free) * self.layout.page_tokens - sequence.length
         left = self.max_seq_len - sequence.length
