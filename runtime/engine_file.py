@@ -26,7 +26,7 @@ from inkrt.errors import EngineFormatError, EngineMismatchError
 from inkrt.runtime.plan import Plan
 
 FORMAT = "ink-engine"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CONFIG_NAME = "config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",

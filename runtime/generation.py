@@ -1,6 +1,7 @@
 """The token loop of one request: prompt in, tokens and text out, one step at a time.
 
-Several generations of one engine can take turns; each `advance` runs exactly one step.
+Several generations of one engine can take turns; each `advance` asks for exactly one step. Where
+one has a GPU for itself, steps run ahead of it, and text is made while the next one runs.
 """
 
 import secrets
@@ -94,15 +95,17 @@ class Generation:
         assert self.state != "finished", "the generation has ended"
         try:
             if self.state == "decode":
-                output = self._session.step([self._last_token], self._sampling)
+                num_more = self._num_left - 1
+                token = self._session.decode(self._last_token, self._sampling, num_more=num_more)
             else:
                 start = self._session.length
                 piece = self._prompt[start : start + self._session.widest_step]
-                output = self._session.prefill(piece, self._sampling)
+                output = self._session.prefill(piece, self._sampling, wants_logits=False)
                 if self._session.length < len(self._prompt):
                     return Delta("", ())
                 self.state = "decode"
-            return self._take(int(output.tokens[-1]))
+                token = int(output.tokens[-1])
+            return self._take(token)
         except BaseException:
             self.close()
             raise

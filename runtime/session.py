@@ -4,15 +4,21 @@ It chooses steps, keeps the timeline and the state in step with each other, and 
 nor when to stop. Sessions of one engine share its executor: use them from one thread at a time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from inkrt.errors import RequestError
 from inkrt.runtime.engine_file import EngineConfig, StepSpec
 from inkrt.runtime.executor import Executor, Sampling, StepInput, StepOutput
 from inkrt.runtime.state import SequenceState, StateManager
+
+# Steps that decoding may run ahead of the one asked for: enough for the host to be late by a few
+# steps, few enough that a session can still go back over a verify step of 8 (it has 13 to undo).
+MAX_AHEAD = 4
+
+_T = TypeVar("_T")
 
 
 def check_tokens(tokens: Iterable[int], config: EngineConfig) -> list[int]:
@@ -82,7 +88,12 @@ class Session:
         return self._steps[-1].num_tokens
 
     def prefill(
-        self, tokens: Sequence[int], sampling: Sampling, *, chunk: int | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        chunk: int | None = None,
+        wants_logits: bool = True,
     ) -> StepOutput:
         """Append tokens, as few steps as possible.
 
@@ -93,6 +104,7 @@ class Session:
             tokens: at least one.
             sampling: for the token after the last.
             chunk: most tokens per step.
+            wants_logits: whether the output has logits, which takes time.
 
         Returns:
             One row: the last token's.
@@ -110,7 +122,8 @@ class Session:
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
             step = next(step for step in self._steps if step.num_tokens >= len(piece))
-            output = self._run(step, piece, sampling)
+            is_last = start + size >= len(ids)
+            output = self._run(step, piece, sampling, wants_logits=wants_logits and is_last)
         return StepOutput(output.tokens[-1:], output.logits[-1:])
 
     def step(self, tokens: Sequence[int], sampling: Sampling) -> StepOutput:
@@ -133,6 +146,30 @@ class Session:
                 param="tokens",
             )
         return self._run(step, ids, sampling)
+
+    def decode(self, token: int, sampling: Sampling, *, num_more: int = 0) -> int:
+        """Append one token in a decode step and give the token drawn after it.
+
+        Asked for the drawn tokens one after the other, as generation does, it keeps a GPU at work
+        without waiting for the host: a few steps run ahead. They append nothing, but for `rollback`
+        their positions count as written, so it reaches up to MAX_AHEAD positions less far.
+
+        Args:
+            token: to append.
+            sampling: for the token to draw.
+            num_more: further calls that are likely to come, each with the token that was drawn.
+
+        Raises:
+            RequestError: an invalid token.
+            CapacityError: the context or the pages are exhausted.
+        """
+        (token,) = check_tokens([token], self.config)
+        self._require_open()
+        wanted = 1 + min(num_more, MAX_AHEAD)
+        num_ahead = max(self._states.num_writable(self._sequence, wanted) - 1, 0)
+        return self._append(
+            [token], sampling, num_ahead, lambda given: self._executor.decode(given, num_ahead)
+        )
 
     def rollback(self, length: int) -> None:
         """Forget all tokens from position `length` on.
@@ -176,15 +213,30 @@ class Session:
     ) -> None:
         self.close()
 
-    def _run(self, step: StepSpec, tokens: list[int], sampling: Sampling) -> StepOutput:
+    def _run(
+        self, step: StepSpec, tokens: list[int], sampling: Sampling, *, wants_logits: bool = True
+    ) -> StepOutput:
+        def run(step_input: StepInput) -> StepOutput:
+            return self._executor.run(step.name, step_input, wants_logits=wants_logits)
+
+        return self._append(tokens, sampling, 0, run)
+
+    def _append(
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        num_ahead: int,
+        run: Callable[[StepInput], _T],
+    ) -> _T:
+        """Append the tokens that `run` writes, while `num_ahead` positions more are writable."""
         self._require_open()
         sequence = self._sequence
-        copies = self._states.reserve(sequence, len(tokens))
+        copies = self._states.reserve(sequence, len(tokens) + num_ahead)
         try:
             for copy in copies:
                 self._executor.copy_page(copy.source, copy.target)
             step_input = StepInput(tokens, sequence.length, sequence.slot, sequence.pages, sampling)
-            output = self._executor.run(step.name, step_input)
+            output = run(step_input)
         except BaseException:
             self._states.cancel(sequence)
             raise

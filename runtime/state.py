@@ -120,12 +120,7 @@ class StateManager:
                 f"up to position {sequence.high_water - 1}, {self.layout.rollback_tokens} can be "
                 "undone; roll back to 0 and prefill the session again"
             )
-        first_page = start // self.layout.page_tokens
-        shared = [
-            index
-            for index in range(first_page, len(sequence.pages))
-            if self._page_users[sequence.pages[index]] > 1
-        ]
+        shared = self._shared_pages(sequence)
         num_new = max(self.pages_for(end) - len(sequence.pages), 0)
         if (num_wanted := len(shared) + num_new) > len(self._free_pages):
             raise CapacityError(
@@ -141,6 +136,18 @@ class StateManager:
         sequence.num_reserved = num_tokens
         sequence.high_water = max(sequence.high_water, end)
         return copies
+
+    def num_writable(self, sequence: SequenceState, num_tokens: int) -> int:
+        """How many of the next `num_tokens` positions `reserve` can make writable now.
+
+        No more than can be written and then given up, so that the session goes on behind the first.
+        """
+        if sequence.high_water - sequence.length > self.layout.rollback_tokens:
+            return 0
+        num_free = len(self._free_pages) - len(self._shared_pages(sequence))
+        room = (len(sequence.pages) + num_free) * self.layout.page_tokens - sequence.length
+        left = self.max_seq_len - sequence.length
+        return max(min(num_tokens, room, left, 1 + self.layout.rollback_tokens), 0)
 
     def require_context(self, sequence: SequenceState, num_tokens: int) -> None:
         """Check that `num_tokens` more positions fit into the context; changes nothing.
@@ -232,12 +239,22 @@ class StateManager:
         self._free_slots.append(sequence.slot)
         sequence.is_open = False
 
+    def _shared_pages(self, sequence: SequenceState) -> list[int]:
+        """Places in the page table whose pages must be copied before anything more is written."""
+        first = sequence.length // self.layout.page_tokens
+        return [
+            index
+            for index in range(first, len(sequence.pages))
+            if self._page_users[sequence.pages[index]] > 1
+        ]
+
     def _end(self, sequence: SequenceState, length: int) -> None:
         sequence.replaced.clear()
         sequence.num_reserved = 0
         sequence.length = length
         keep = self.pages_for(length)
-        for page in sequence.pages[keep:]:
+        # The last first: the next reservation then gets the same pages in the same places.
+        for page in reversed(sequence.pages[keep:]):
             self._drop_page(page)
         del sequence.pages[keep:]
 

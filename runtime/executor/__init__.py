@@ -65,7 +65,7 @@ class StepOutput:
 
     Attributes:
         tokens: int32 [rows], the token drawn after each row.
-        logits: float32 [rows, vocabulary].
+        logits: float32 [rows, vocabulary]; without rows if the caller wanted none.
     """
 
     tokens: NDArray[np.int32]
@@ -75,10 +75,23 @@ class StepOutput:
 class Executor(Protocol):
     """Runs the steps of one engine. Not thread-safe: one call at a time."""
 
-    def run(self, step: str, step_input: StepInput) -> StepOutput:
+    def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run a step; writes the state of its positions and reads state at or below them.
 
         If it raises, the state of the positions it was to write is undefined.
+        """
+
+    def decode(self, step_input: StepInput, num_ahead: int) -> int:
+        """Run the decode step on one token and give the token drawn after it.
+
+        It may also start up to `num_ahead` steps more, each on the token that the step before
+        draws, because the caller is likely to ask for just these next. They write the state of
+        positions up to `position + num_ahead`, which the page table must cover, and before any
+        later call does; nothing else tells whether they have run.
+
+        Args:
+            step_input: one token.
+            num_ahead: most steps to run ahead of this one.
         """
 
     def copy_slot(self, source: int, target: int) -> None:

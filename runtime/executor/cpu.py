@@ -68,7 +68,7 @@ class CpuExecutor:
             for name, plan in self._plans.items()
         }
 
-    def run(self, step: str, step_input: StepInput) -> StepOutput:
+    def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run one step on all ranks."""
         bound = self._bound[step]
         plan = bound.plan
@@ -88,8 +88,13 @@ class CpuExecutor:
         rows = count if plan.num_rows == plan.num_tokens else plan.num_rows
         outputs = {name: bound.tensors[0][index][:rows] for name, index in plan.outputs.items()}
         tokens: np.ndarray[Any, np.dtype[np.int32]] = outputs["tokens"].numpy().copy()
-        logits: np.ndarray[Any, np.dtype[np.float32]] = outputs["logits"].numpy().copy()
+        wanted = outputs["logits"][: None if wants_logits else 0]
+        logits: np.ndarray[Any, np.dtype[np.float32]] = wanted.numpy().copy()
         return StepOutput(tokens, logits)
+
+    def decode(self, step_input: StepInput, num_ahead: int) -> int:  # noqa: ARG002
+        """Run the decode step on one token; none runs ahead."""
+        return int(self.run("decode", step_input, wants_logits=False).tokens[0])
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy all ring buffers of a slot."""

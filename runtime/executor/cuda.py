@@ -6,7 +6,8 @@ What is where on the device is `cuda_memory.DeviceMemory`.
 """
 
 import ctypes
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from inkrt.errors import DeviceError, EngineMismatchError
 from inkrt.runtime.engine_file import EngineConfig, read_code
 from inkrt.runtime.executor import StepInput, StepOutput
 from inkrt.runtime.executor.cuda_memory import DeviceMemory, num_bytes
+from inkrt.runtime.executor.decode_queue import DecodeQueue
 from inkrt.runtime.plan import IntParam, Kernel, KernelParam, Plan, TableParam, TensorParam
 
 _NUMPY_DTYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
+# Drawn tokens that pinned memory holds; more than a decode queue ever has in flight.
 RING_SIZE = 1024
+NO_TOKEN = 0xFFFFFFFF
 NEEDED_MULTIPROCESSORS = 132
 
 
@@ -56,50 +60,64 @@ class CudaExecutor:
         self._outputs = self.memory.host_bytes(self._output_bytes())
         self._graphs = {name: self._capture(plan) for name, plan in self._plans.items()}
         self._loop = self._capture(self._plans["decode"], advances=True)
+        self._queue = DecodeQueue(self)
 
-    def run(self, step: str, step_input: StepInput) -> StepOutput:
+    def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run one step and wait for it."""
         plan = self._plans[step]
         self._send_inputs(step_input)
         self._graphs[step].launch(self._stream)
         count = len(step_input.tokens)
         rows = count if plan.num_rows == plan.num_tokens else plan.num_rows
-        outputs = self._receive(plan, rows)
+        outputs = self._receive(plan, {"tokens": rows, "logits": rows if wants_logits else 0})
         return StepOutput(outputs["tokens"], outputs["logits"])
 
-    def decode(self, step_input: StepInput, count: int) -> Iterator[int]:
-        """Run `count` decode steps, each on the token that the one before has drawn.
+    def decode(self, step_input: StepInput, num_ahead: int) -> int:
+        """Run the decode step on one token, or take its result if it has run ahead."""
+        return self._queue.decode(step_input, num_ahead)
 
-        The host queues steps ahead and reads tokens from pinned memory; nothing is copied back. All
-        positions must be reserved. Closing the iterator early leaves queued steps to run to their
-        end; their tokens are lost and their state is beyond the session's length.
-
-        Yields:
-            The token drawn by each step.
-
-        Raises:
-            DeviceError: at the end, if a kernel of any of the steps gave up waiting.
-        """
+    def begin(self, step_input: StepInput) -> None:
+        """See `decode_queue.DecodeDevice`."""
         self._send_inputs(step_input)
-        first = step_input.position + len(step_input.tokens)
         self._ring[:] = 0
-        ahead = 4
-        for _ in range(min(ahead, count)):
-            self._loop.launch(self._stream)
-        try:
-            for index in range(count):
-                if index + ahead < count:
-                    self._loop.launch(self._stream)
-                yield self._await_token(first + index)
-        finally:
+
+    def extend_pages(self, first: int, pages: Sequence[int]) -> None:
+        """See `decode_queue.DecodeDevice`."""
+        entries = np.asarray(pages, _NUMPY_DTYPES[self.memory.input_dtypes["page_table"]])
+        start = self.memory.input_offsets["page_table"] + first * entries.itemsize
+        # No copy that may still be on its way reads these bytes: entries of a chain never change.
+        staged = self._inputs[start : start + entries.nbytes]
+        staged[:] = entries.view(np.uint8)
+        self._copy_to_device(self.memory.inputs + start, staged)
+
+    def queue_step(self) -> None:
+        """See `decode_queue.DecodeDevice`."""
+        self._loop.launch(self._stream)
+
+    def await_token(self, position: int) -> int:
+        """Spin on pinned memory until the token for `position` has been drawn."""
+        slot = position % RING_SIZE
+        spins = 0
+        while (word := int(self._ring[slot])) >> 32 != position:
+            spins += 1
+            if spins % 100 == 0:  # other threads of the host have work too
+                time.sleep(0)
+            if spins % 100_000 == 0:  # a dead GPU must not hang the host
+                self._require_alive(slot, position)
+        token = word & 0xFFFFFFFF
+        if token == NO_TOKEN:
             self._check_error()
+            raise DeviceError(f"the GPU has drawn no token for position {position}")
+        return token
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy all ring buffers of a slot."""
+        self._queue.clear()
         self.memory.copy_entries("ring", source, target)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page of every paged buffer."""
+        self._queue.clear()
         self.memory.copy_entries("paged", source, target)
 
     def read(self, step: str, tensor: int) -> NDArray[np.uint8]:
@@ -187,6 +205,7 @@ class CudaExecutor:
                 inputs + offsets["tokens"],
                 inputs + offsets["position"],
                 self._ring.ctypes.data,
+                self.memory.error,
                 ctypes.c_int(RING_SIZE),
             )
         graph = builder.end_building().complete()
@@ -246,6 +265,7 @@ class CudaExecutor:
             "min_p": [sampling.min_p],
             "seed": [sampling.seed],
         }
+        self._queue.clear()
         self._synchronize()  # the staging memory may still be on its way
         self._inputs[:] = 0
         for name, value in values.items():
@@ -254,16 +274,17 @@ class CudaExecutor:
                 start = self.memory.input_offsets[name]
                 data = np.asarray(value, dtype).view(np.uint8)
                 self._inputs[start : start + data.size] = data
+        self._copy_to_device(self.memory.inputs, self._inputs)
+
+    def _copy_to_device(self, address: int, staged: NDArray[np.uint8]) -> None:
+        """Copy pinned bytes; they must not change until the stream has got there."""
         self._check(
             self._driver.cuMemcpyHtoDAsync(
-                self.memory.inputs,
-                self._inputs.ctypes.data,
-                self.memory.input_bytes,
-                self._stream.handle,
+                address, staged.ctypes.data, staged.nbytes, self._stream.handle
             )
         )
 
-    def _receive(self, plan: Plan, rows: int) -> dict[str, Any]:
+    def _receive(self, plan: Plan, num_rows: dict[str, int]) -> dict[str, Any]:
         """Copy the first rows of every output to the host and wait."""
         results: dict[str, Any] = {}
         offset = 0
@@ -271,32 +292,20 @@ class CudaExecutor:
             spec = plan.tensors[index]
             dtype = _NUMPY_DTYPES[spec.dtype]
             width = int(np.prod(spec.shape[1:]))
+            rows = num_rows[name]
             size = rows * width * np.dtype(dtype).itemsize
             host = self._outputs[offset : offset + size]
-            self._check(
-                self._driver.cuMemcpyDtoHAsync(
-                    host.ctypes.data,
-                    self.memory.address(plan.name, spec),
-                    size,
-                    self._stream.handle,
+            if size:
+                address = self.memory.address(plan.name, spec)
+                self._check(
+                    self._driver.cuMemcpyDtoHAsync(
+                        host.ctypes.data, address, size, self._stream.handle
+                    )
                 )
-            )
             results[name] = host.view(dtype).reshape((rows, *spec.shape[1:]))
             offset += -(-size // 8) * 8
         self._check_error()
         return {name: value.copy() for name, value in results.items()}
-
-    def _await_token(self, position: int) -> int:
-        """Spin on pinned memory until the token at `position` has been drawn."""
-        slot = position % RING_SIZE
-        spins = 0
-        while True:
-            word = int(self._ring[slot])
-            if word >> 32 == position:
-                return word & 0xFFFFFFFF
-            spins += 1
-            if spins % 100_000 == 0:  # a dead GPU must not hang the host
-                self._require_alive(slot, position)
 
     def _require_alive(self, slot: int, position: int) -> None:
         (status,) = self._driver.cuStreamQuery(self._stream.handle)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from inkrt.errors import CapacityError, DeviceError
 from inkrt.runtime.engine_file import EngineCode, EngineConfig, weight_files
 from inkrt.runtime.executor.weight_loader import (
-    CHUNK_BYTES,
     WeightChunk,
     WeightLoader,
     WeightRegion,
@@ -245,15 +244,15 @@ class DeviceMemory:
         self.check(self._driver.cuStreamSynchronize(self._stream))
 
     def _load(self, weights: list[WeightRegion]) -> float:
-        chunks = []
-        for weight in weights:
-            start = self.region(f"weight/{weight.name}").offset
-            for done in range(0, weight.size, CHUNK_BYTES):
-                count = min(CHUNK_BYTES, weight.size - done)
-                chunks.append(WeightChunk(weight.path, weight.offset + done, start + done, count))
-        if not chunks:
+        if not weights:
             return 0.0
-        return WeightLoader(self._driver, self.check).load(chunks, self.base, self._stream)
+        parts = [
+            WeightChunk(
+                weight.path, weight.offset, self.region(f"weight/{weight.name}").offset, weight.size
+            )
+            for weight in weights
+        ]
+        return WeightLoader(self._driver, self.check).load(parts, self.base)
 
 
 def num_bytes(spec: TensorSpec) -> int:

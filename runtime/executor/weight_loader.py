@@ -1,25 +1,27 @@
 """Weights from files to the device: file headers, and a loader that overlaps reading and copying.
 
-Weights go from the page cache through pinned buffers: reading threads fill buffers while earlier
-ones are on their way over PCIe, so that neither waits for the other.
+Weights go from the page cache through pinned memory. Copying out of the page cache is what takes
+time, so several threads do it, each with two buffers: it fills one while the other is on its way
+over PCIe.
 """
 
 import ctypes
 import json
 import os
-import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
-from queue import Empty, Queue
 from typing import Any
 
 from inkrt.errors import EngineFormatError
 
-CHUNK_BYTES = 32 * 2**20
-NUM_BUFFERS = 12
-NUM_READERS = 8
+CHUNK_BYTES = 8 * 2**20
+NUM_READERS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class WeightRegion:
 
 @dataclass(frozen=True, slots=True)
 class WeightChunk:
-    """A run of bytes of one file that goes to one place on the device."""
+    """Bytes of one file that go to one place on the device."""
 
     path: Path
     file_offset: int
@@ -52,119 +54,130 @@ def weight_regions(paths: list[Path]) -> Iterator[WeightRegion]:
         try:
             with path.open("rb") as file:
                 header_size = int.from_bytes(file.read(8), "little")
+                if header_size > path.stat().st_size:
+                    raise ValueError(f"a header of {header_size} bytes")
                 header = json.loads(file.read(header_size))
             for name, entry in header.items():
                 if name != "__metadata__":
                     first, last = entry["data_offsets"]
                     yield WeightRegion(name, path, 8 + header_size + first, last - first)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise EngineFormatError(
                 f"{path} is damaged ({error}); copy the engine again or rebuild it"
             ) from None
 
 
 class WeightLoader:
-    """Streams chunks of files to the device.
+    """Streams parts of files to the device.
 
     Args:
-        driver: `cuda.bindings.driver`.
+        driver: `cuda.bindings.driver`, with a current context.
         check: turns a driver result into its values or raises.
+        num_readers: threads.
+        chunk_bytes: what a thread reads and copies at once; twice as much is pinned for each.
     """
 
-    def __init__(self, driver: Any, check: Any) -> None:
+    def __init__(
+        self,
+        driver: Any,
+        check: Any,
+        *,
+        num_readers: int = NUM_READERS,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         self._driver = driver
         self._check = check
+        self._num_readers = num_readers
+        self._chunk_bytes = chunk_bytes
 
-    def load(self, chunks: list[WeightChunk], base: int, stream: Any) -> float:
-        """Copy every chunk to `base + device_offset`; gives the rate in GB/s.
+    def load(self, parts: Iterable[WeightChunk], base: int) -> float:
+        """Copy every part to `base + device_offset`; gives the rate in GB/s.
 
         Raises:
             EngineFormatError: a file cannot be read to its end.
+            DeviceError: a copy failed.
         """
-        driver, check = self._driver, self._check
         started = time.monotonic()
-        pinned = check(driver.cuMemHostAlloc(NUM_BUFFERS * CHUNK_BYTES, 0))
-        events = [check(driver.cuEventCreate(2)) for _ in range(NUM_BUFFERS)]
-        free: Queue[int] = Queue()
-        ready: Queue[tuple[int, WeightChunk] | Exception] = Queue()
-        todo: Queue[WeightChunk] = Queue()
-        for number in range(NUM_BUFFERS):
-            free.put(number)
-        for chunk in chunks:
-            todo.put(chunk)
-        stop = threading.Event()
-        readers = [
-            threading.Thread(
-                target=_read_chunks, args=(todo, free, ready, int(pinned), stop), daemon=True
-            )
-            for _ in range(min(NUM_READERS, max(len(chunks), 1)))
-        ]
-        for reader in readers:
-            reader.start()
-        in_flight: list[int] = []
-        try:
-            for _ in chunks:
-                item = ready.get()
-                if isinstance(item, Exception):
-                    raise item
-                number, chunk = item
-                source = int(pinned) + number * CHUNK_BYTES
-                check(
-                    driver.cuMemcpyHtoDAsync(base + chunk.device_offset, source, chunk.size, stream)
-                )
-                check(driver.cuEventRecord(events[number], stream))
-                in_flight.append(number)
-                if len(in_flight) > NUM_BUFFERS // 2:
-                    oldest = in_flight.pop(0)
-                    check(driver.cuEventSynchronize(events[oldest]))
-                    free.put(oldest)
-            check(driver.cuStreamSynchronize(stream))
-        finally:
-            stop.set()
-            for _ in readers:
-                free.put(-1)
-            for reader in readers:
-                reader.join()
-            check(driver.cuStreamSynchronize(stream))
-            for event in events:
-                check(driver.cuEventDestroy(event))
-            check(driver.cuMemFreeHost(pinned))
-        return sum(chunk.size for chunk in chunks) / max(time.monotonic() - started, 1e-9) / 1e9
-
-
-def _read_chunks(
-    todo: "Queue[WeightChunk]",
-    free: "Queue[int]",
-    ready: "Queue[tuple[int, WeightChunk] | Exception]",
-    pinned: int,
-    stop: threading.Event,
-) -> None:
-    """Fill pinned buffers with chunks until there are none left."""
-    while not stop.is_set() and not todo.empty():
-        number = free.get()
-        if number < 0:
-            return
-        try:
-            chunk = todo.get_nowait()
-        except Empty:  # another reader took the last one
-            free.put(number)
-            return
-        buffer = (ctypes.c_char * chunk.size).from_address(pinned + number * CHUNK_BYTES)
-        try:
-            descriptor = os.open(chunk.path, os.O_RDONLY)
+        chunks = [chunk for part in parts for chunk in self._cut(part)]
+        num_bytes = sum(chunk.size for chunk in chunks)
+        todo = deque(chunks)
+        context = self._check(self._driver.cuCtxGetCurrent())
+        num_readers = max(min(self._num_readers, len(chunks)), 1)
+        with ExitStack() as opened, ThreadPoolExecutor(num_readers) as pool:
             try:
-                done = 0
-                view = memoryview(buffer)
-                while done < chunk.size:
-                    count = os.preadv(descriptor, [view[done:]], chunk.file_offset + done)
-                    if count == 0:
-                        raise EngineFormatError(
-                            f"{chunk.path} ends early (truncated copy?); copy the engine again"
-                        )
-                    done += count
+                files = _open_files({chunk.path for chunk in chunks}, opened)
+                readers = [
+                    pool.submit(self._copy_chunks, todo, files, base, context)
+                    for _ in range(num_readers)
+                ]
+                for reader in readers:
+                    reader.result()
             finally:
-                os.close(descriptor)
-        except (OSError, EngineFormatError) as error:
-            ready.put(error)
-            return
-        ready.put((number, chunk))
+                todo.clear()  # after an error or an interrupt, no reader goes on
+        return num_bytes / max(time.monotonic() - started, 1e-9) / 1e9
+
+    def _cut(self, part: WeightChunk) -> Iterator[WeightChunk]:
+        for done in range(0, part.size, self._chunk_bytes):
+            size = min(self._chunk_bytes, part.size - done)
+            yield WeightChunk(part.path, part.file_offset + done, part.device_offset + done, size)
+
+    def _copy_chunks(
+        self, todo: "deque[WeightChunk]", files: dict[Path, int], base: int, context: Any
+    ) -> None:
+        """Take chunks and copy them until none is left; what one thread does."""
+        driver, check = self._driver, self._check
+        with ExitStack() as cleanup:
+            check(driver.cuCtxSetCurrent(context))
+            pinned = int(check(driver.cuMemHostAlloc(2 * self._chunk_bytes, 0)))
+            cleanup.callback(driver.cuMemFreeHost, pinned)
+            stream = check(driver.cuStreamCreate(0))
+            cleanup.callback(driver.cuStreamDestroy, stream)
+            events = [check(driver.cuEventCreate(0)) for _ in range(2)]
+            for event in events:
+                cleanup.callback(driver.cuEventDestroy, event)
+            cleanup.callback(driver.cuStreamSynchronize, stream)  # before any of that goes
+            for number in cycle(range(2)):
+                try:
+                    chunk = todo.popleft()
+                except IndexError:
+                    break
+                try:
+                    check(driver.cuEventSynchronize(events[number]))
+                    source = pinned + number * self._chunk_bytes
+                    _read(chunk, files[chunk.path], source)
+                    target = base + chunk.device_offset
+                    check(driver.cuMemcpyHtoDAsync(target, source, chunk.size, stream))
+                    check(driver.cuEventRecord(events[number], stream))
+                except BaseException:
+                    todo.clear()
+                    raise
+            check(driver.cuStreamSynchronize(stream))
+
+
+def _open_files(paths: Iterable[Path], opened: ExitStack) -> dict[Path, int]:
+    files = {}
+    for path in paths:
+        try:
+            files[path] = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise _unreadable(path, str(error)) from None
+        opened.callback(os.close, files[path])
+    return files
+
+
+def _read(chunk: WeightChunk, file: int, address: int) -> None:
+    """Read a chunk to a host address."""
+    view = memoryview((ctypes.c_char * chunk.size).from_address(address))
+    done = 0
+    while done < chunk.size:
+        try:
+            count = os.preadv(file, [view[done:]], chunk.file_offset + done)
+        except OSError as error:
+            raise _unreadable(chunk.path, str(error)) from None
+        if count == 0:
+            raise _unreadable(chunk.path, "it ends early, a truncated copy?")
+        done += count
+
+
+def _unreadable(path: Path, why: str) -> EngineFormatError:
+    return EngineFormatError(f"cannot read {path} ({why}); copy the engine again")

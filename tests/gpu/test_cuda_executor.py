@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import toy
 
+from inkrt import LLM, SamplingParams
+from inkrt.errors import DeviceError
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling, StepInput
 
@@ -52,18 +54,85 @@ def test_sessions_with_rollback_and_fork(engine):
 
 
 def test_decode_feeds_itself(engine):
-    executor = engine.executor
-    tokens = [5]
-    step_input = StepInput([5], 0, 1, [3, 0, 7, 2], Sampling())
-    for token in executor.decode(step_input, 200):
-        assert token == toy.next_token(tokens)
-        tokens.append(token)
-    assert len(tokens) == 201
+    """Over all pages, to the end of the context."""
+    with engine.session() as session:
+        tokens = [5]
+        while len(tokens) <= 256:
+            tokens.append(session.decode(tokens[-1], Sampling(), num_more=256 - len(tokens)))
+            assert tokens[-1] == toy.next_token(tokens[:-1])
+        assert session.length == engine.config.max_seq_len == 256
 
 
-def test_error_word_is_raised(engine):
-    from inkrt.errors import DeviceError
+def test_decode_goes_on_with_what_was_not_foreseen(engine):
+    """Early stops, other tokens, steps, forks and sessions in between."""
+    generator = random.Random(4)
+    sessions = [(engine.session(), [3]) for _ in range(2)]
+    for _ in range(200):
+        number = generator.randrange(len(sessions))
+        session, tokens = sessions[number]
+        if len(tokens) > 200:
+            session.rollback(0)
+            del tokens[1:]
+        for _ in range(generator.randint(1, 12)):  # tokens[-1] is not appended yet
+            tokens.append(session.decode(tokens[-1], Sampling(), num_more=9))
+            assert tokens[-1] == toy.next_token(tokens[:-1])
+        action = generator.random()
+        if action < 0.4:
+            tokens[-1] = generator.randrange(toy.VOCAB)
+        elif action < 0.6:
+            new = [tokens[-1], *(generator.randrange(toy.VOCAB) for _ in range(7))]
+            output = session.step(new[: generator.randint(1, 8)], Sampling())
+            tokens[-1:] = [*new[: len(output.tokens)], int(output.tokens[-1])]
+            assert tokens[-1] == toy.next_token(tokens[:-1])
+        elif action < 0.8:
+            twin = session.fork()
+            sessions[number] = (twin, tokens)
+            session.close()
+        elif action < 0.9:  # a page for another session, and back again
+            with engine.session() as other:
+                other.step([1, 2], Sampling())
+        assert sessions[number][0].tokens == tokens[:-1]
+    for session, _ in sessions:
+        session.close()
 
+
+@pytest.fixture
+def llm(engine):
+    with LLM(engine.folder) as opened:
+        yield opened
+
+
+def _generated(prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(toy.next_token(tokens))
+    return tuple(tokens[len(prompt) :])
+
+
+def test_generation_at_the_pace_of_the_gpu(llm):
+    prompt = [7, 1, 30, 2, 2, 9, 11, 4, 5, 6, 12]
+    expected = _generated(prompt, 245)
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0.0))
+    assert output.outputs[0].token_ids == expected
+    assert output.outputs[0].finish_reason == "length"
+    stop = next(token for token in expected if expected.index(token) > 20)
+    until_stop = expected[: expected.index(stop) + 1]
+    params = SamplingParams(temperature=0.0, stop_token_ids=[stop])
+    (output,) = llm.generate([prompt], params)
+    assert (output.outputs[0].token_ids, output.outputs[0].stop_reason) == (until_stop, stop)
+    stream = llm.stream(prompt, SamplingParams(temperature=0.0))
+    assert [next(stream).token_ids[0] for _ in range(40)] == list(expected[:40])
+    stream.close()
+    # What ran ahead of the closed stream leaves no trace, and several requests take turns.
+    prompts = [[1, 2, 3], prompt, [30] * 9, [5, 5]]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=50))
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        _generated(each, 50) for each in prompts
+    ]
+
+
+@pytest.mark.parametrize("ahead", [0, 9])
+def test_error_word_is_raised(engine, ahead):
     state = engine.config.state.buffers[0]
     memory = engine.executor.memory
     region = memory.region(f"state/{state.name}")
@@ -71,7 +140,7 @@ def test_error_word_is_raised(engine):
     session.step([1, 2, 3], Sampling())
     engine.executor._driver.cuMemsetD8(memory.base + region.offset, 9, region.size)
     with pytest.raises(DeviceError, match="error word 0x5"):
-        session.step([4], Sampling())
+        session.decode(4, Sampling(), num_more=9) if ahead else session.step([4], Sampling())
     engine.executor._driver.cuMemsetD8(memory.error, 0, 4)
     session.close()
 

@@ -21,6 +21,8 @@ TYPICAL = 3e-2
 
 @pytest.fixture(scope="module", params=["safetensors", "gguf"])
 def engines(request, gpu, tmp_path_factory):
+    if request.param == "gguf":
+        pytest.importorskip("gguf", reason="writing a GGUF checkpoint needs the package gguf")
     folder = tmp_path_factory.mktemp(request.param)
     write_checkpoint(folder / "checkpoint", model="flint-wide", format=request.param)
     opened = {}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flint_config import CONFIG
 
+from inkrt import LLM, SamplingParams
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
 from inkrt.commands.launch_parity import compare_launches
@@ -115,12 +116,36 @@ def test_decode_feeds_itself_like_steps(engines):
         for _ in range(100):
             expected.append(int(session.step([token], Sampling()).tokens[-1]))
             token = expected[-1]
-    from inkrt.runtime.executor import StepInput
-
     with engine.session() as session:
         token = int(session.prefill(prompt, Sampling()).tokens[-1])
-        session._states.reserve(session._sequence, 100)
-        sequence = session._sequence
-        step_input = StepInput([token], len(prompt), sequence.slot, sequence.pages, Sampling())
-        assert list(engine.executor.decode(step_input, 100)) == expected
-        session._states.cancel(sequence)
+        for num_more in reversed(range(100)):
+            token = session.decode(token, Sampling(), num_more=num_more)
+            assert token == expected[99 - num_more]
+
+
+def test_llm_generates_what_steps_give(engines):
+    """Over the window and the ring's wrap, stopped early, and gone on with in a session."""
+    engine, prompt, count = engines["sm_90a"], _prompt(70), 600
+    with engine.session() as session:
+        expected = [int(session.prefill(prompt, Sampling()).tokens[-1])]
+        while len(expected) < count:
+            expected.append(int(session.step(expected[-1:], Sampling()).tokens[-1]))
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    with LLM(engine.folder) as llm:
+        (output,) = llm.generate([prompt], SamplingParams(**greedy, max_tokens=count))
+        assert list(output.outputs[0].token_ids) == expected
+        stop = expected[count // 2]
+        params = SamplingParams(**greedy, stop_token_ids=[stop])
+        (output,) = llm.generate([prompt], params)
+        assert list(output.outputs[0].token_ids) == expected[: expected.index(stop) + 1]
+    with engine.session() as plain, engine.session() as ahead:
+        for session in (plain, ahead):
+            token = int(session.prefill(prompt, Sampling()).tokens[-1])
+        for token in expected[:500]:  # more were announced than come
+            ahead.decode(token, Sampling(), num_more=9)
+        for start in range(0, 500, 5):
+            plain.step(expected[start : start + 5], Sampling())
+        for width in (3, 1, 8):
+            other = _prompt(width)
+            a, b = plain.step(other, Sampling()), ahead.step(other, Sampling())
+            np.testing.assert_array_equal(a.logits, b.logits)

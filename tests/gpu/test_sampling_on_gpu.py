@@ -15,7 +15,7 @@ from inkrt.plugins.caseutil import int32
 from inkrt.plugins.noise import Purpose, gumbel, token_bits
 from inkrt.plugins.sample.op import sample, sampling_arguments
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.executor import Sampling, StepInput
+from inkrt.runtime.executor import Sampling
 
 pytestmark = pytest.mark.gpu
 
@@ -104,11 +104,10 @@ def test_loop_that_feeds_itself_draws_what_steps_draw(engines, name):
     expected = _generate(engine, sampling, STEPS)
     with engine.session() as session:
         token = int(session.prefill(prompt, sampling).tokens[-1])
-        session._states.reserve(session._sequence, STEPS)
-        sequence = session._sequence
-        step_input = StepInput([token], len(prompt), sequence.slot, sequence.pages, sampling)
-        assert [token, *engine.executor.decode(step_input, STEPS)] == expected
-        session._states.cancel(sequence)
+        drawn = [token]
+        for _ in range(STEPS):
+            drawn.append(session.decode(drawn[-1], sampling, num_more=9))
+        assert drawn == expected
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])

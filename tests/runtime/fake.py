@@ -3,12 +3,14 @@
 The executor keeps its state as a real one does: pages and rings, indexed by position. What it
 stores are the token ids, and its logits are a hash of the tokens it reads back, so a wrong page,
 slot, rollback or fork gives other tokens than `expected_logits` of the plain token list. Reading a
-position that is not there is an AssertionError.
+position that is not there is an AssertionError. Decode steps run ahead as on a GPU: whatever is
+queued has written its state before anything that is asked for later.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from inkrt.runtime.engine_file import (
     sha256_of,
 )
 from inkrt.runtime.executor import Sampling, StepInput, StepOutput
+from inkrt.runtime.executor.decode_queue import DecodeQueue
 from inkrt.runtime.plan import Plan
 
 VOCAB, NUM_EMBEDDINGS = 400, 410
@@ -148,7 +151,13 @@ def generate_plainly(prompt: Sequence[int], sampling: Sampling, count: int) -> l
 
 
 class FakeExecutor:
-    """See the module. After `fail_after` more rows it raises OSError, once."""
+    """See the module. After `fail_after` more rows it raises OSError, once.
+
+    Attributes:
+        calls: step and number of tokens of all that ran, ahead or not.
+        num_begun: times that decoding began with inputs of the host.
+        num_taken: tokens that decode calls have given.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         layout = config.state
@@ -159,10 +168,54 @@ class FakeExecutor:
         self.pages = np.full((layout.num_pages, layout.page_tokens, 2), -1)
         self.rings = np.full((layout.num_slots, RING, 2), -1)
         self.calls: list[tuple[str, int]] = []
+        self.num_begun = self.num_taken = 0
         self.fail_after: int | None = None
         self.is_closed = False
+        self.queue = DecodeQueue(self)
+        # What is on the device of a decode step: its inputs, and tokens by position.
+        self.device_input = StepInput([], 0, 0, [], Sampling())
+        self.device_ring: dict[int, int | OSError] = {}
 
-    def run(self, step: str, step_input: StepInput) -> StepOutput:
+    def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
+        self.queue.clear()
+        output = self._run(step, step_input)
+        return output if wants_logits else StepOutput(output.tokens, output.logits[:0])
+
+    def decode(self, step_input: StepInput, num_ahead: int) -> int:
+        assert len(step_input.pages) * self.page_tokens > step_input.position + num_ahead
+        token = self.queue.decode(step_input, num_ahead)
+        self.num_taken += 1
+        return token
+
+    def begin(self, step_input: StepInput) -> None:
+        self.num_begun += 1
+        self.device_input = replace(step_input, pages=list(step_input.pages))
+        self.device_ring.clear()
+
+    def extend_pages(self, first: int, pages: Sequence[int]) -> None:
+        known = self.device_input.pages
+        assert len(known) == first
+        self.device_input = replace(self.device_input, pages=[*known, *pages])
+
+    def queue_step(self) -> None:
+        place = self.device_input.position + 1
+        word = self.device_ring.get(place - 1)
+        if not isinstance(word, OSError):  # nothing useful runs behind a failed step
+            try:
+                word = int(self._run("decode", self.device_input).tokens[0])
+            except OSError as error:
+                word = error
+        self.device_ring[place] = word
+        token = -1 if isinstance(word, OSError) else word
+        self.device_input = replace(self.device_input, tokens=[token], position=place)
+
+    def await_token(self, position: int) -> int:
+        word = self.device_ring[position]
+        if isinstance(word, OSError):
+            raise word
+        return word
+
+    def _run(self, step: str, step_input: StepInput) -> StepOutput:
         assert not self.is_closed
         spec, tokens = self.steps[step], step_input.tokens
         assert 1 <= len(tokens) <= spec.num_tokens
@@ -184,14 +237,20 @@ class FakeExecutor:
             rows = rows[-1:]
         end = step_input.position + len(tokens)
         drawn = [
-            _draw(row, step_input.sampling, end - len(rows) + 1 + i) for i, row in enumerate(rows)
+            self.draw(row, step_input.sampling, end - len(rows) + 1 + i)
+            for i, row in enumerate(rows)
         ]
         return StepOutput(np.array(drawn, np.int32), np.stack(rows))
 
+    def draw(self, logits: NDArray[np.float32], sampling: Sampling, position: int) -> int:
+        return _draw(logits, sampling, position)
+
     def copy_slot(self, source: int, target: int) -> None:
+        self.queue.clear()
         self.rings[target] = self.rings[source]
 
     def copy_page(self, source: int, target: int) -> None:
+        self.queue.clear()
         self.pages[target] = self.pages[source]
 
     def close(self) -> None:

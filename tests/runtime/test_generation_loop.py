@@ -39,12 +39,11 @@ class ScriptedExecutor(FakeExecutor):
         super().__init__(config)
         self.script, self.start = script, start
 
-    def run(self, step: str, step_input: Any) -> Any:
-        output = super().run(step, step_input)
-        place = step_input.position + len(step_input.tokens) - self.start
+    def draw(self, logits: Any, sampling: Sampling, position: int) -> int:
+        place = position - self.start
         if 0 <= place < len(self.script):
-            output.tokens[-1] = self.script[place]
-        return output
+            return self.script[place]
+        return super().draw(logits, sampling, position)
 
 
 class Run:
@@ -93,8 +92,8 @@ def test_sampled_tokens_follow_seed_and_position(tokenizer: Tokenizer) -> None:
 def test_sampling_parameters_reach_the_executor(tokenizer: Tokenizer) -> None:
     run = Run(tokenizer, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, seed=3, max_tokens=2)
     seen = []
-    original = run.executor.run
-    run.executor.run = lambda step, given: (seen.append(given.sampling), original(step, given))[1]  # type: ignore[method-assign]
+    original = run.executor._run
+    run.executor._run = lambda step, given: (seen.append(given.sampling), original(step, given))[1]  # type: ignore[method-assign]
     run.finish()
     assert seen == [Sampling(0.5, 7, 0.9, 0.1, 3)] * 2
 

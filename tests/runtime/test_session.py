@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from inkrt.errors import CapacityError, RequestError
 from inkrt.runtime.engine_file import StateLayout, StepSpec
 from inkrt.runtime.executor import Sampling
-from inkrt.runtime.session import Session
+from inkrt.runtime.session import MAX_AHEAD, Session
 from inkrt.runtime.state import StateManager
 
 GREEDY = Sampling()
@@ -121,6 +121,39 @@ class Machine(RuleBasedStateMachine):
             assert output.tokens[i] == expected_token(history, sampling)
         tokens += new
         self.advance_high_water(session, len(tokens))
+
+    @precondition(lambda self: self.open)
+    @rule(
+        data=st.data(),
+        token=st.integers(0, NUM_EMBEDDINGS - 1),
+        count=st.integers(1, 12),
+        num_unused=st.integers(0, 6),
+        sampling=st.sampled_from([GREEDY, NOISY]),
+    )
+    def decode(
+        self, data: st.DataObject, token: int, count: int, num_unused: int, sampling: Sampling
+    ) -> None:
+        """Calls in a row, of which more were announced than come."""
+        session, tokens = self.pick(data)
+        for num_left in reversed(range(num_unused, num_unused + count)):
+            if self.is_damaged(session) or len(tokens) == 96:
+                with pytest.raises(CapacityError):
+                    session.decode(token, sampling, num_more=num_left)
+                return
+            try:
+                drawn = session.decode(token, sampling, num_more=num_left)
+            except CapacityError:
+                assert self.bench.states.num_free_pages < 2
+                return
+            tokens.append(token)
+            token = drawn
+            assert token == expected_token(tokens, sampling)
+            self.advance_high_water(session, len(tokens))
+            furthest = session._sequence.high_water
+            assert furthest <= max(
+                self.high_water[id(session)], min(len(tokens) + min(num_left, MAX_AHEAD), 96)
+            )
+            self.high_water[id(session)] = furthest
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), count=st.integers(1, 64), rows=st.integers(0, 63))

@@ -1,6 +1,7 @@
 """StateManager against a plain model: who owns what, what may be read, what is refused."""
 
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -130,6 +131,22 @@ class Machine(RuleBasedStateMachine):
             assert len(sequence.pages) == -(-len(content) // 4)
             read = [self.pages[sequence.pages[p // 4]][p % 4] for p in range(len(content))]
             assert read == content
+
+    @invariant()
+    def what_is_writable_can_be_reserved_and_no_more(self) -> None:
+        for sequence, _ in self.open:
+            count = self.manager.num_writable(sequence, 99)
+            assert count <= 1 + LAYOUT.rollback_tokens
+            assert self.manager.num_writable(sequence, 2) == min(count, 2)
+            if count > 0:
+                manager, twin = deepcopy((self.manager, sequence))
+                manager.reserve(twin, count)
+                manager.commit(twin, 1)
+                manager.reserve(twin, 1) if count > 1 else None
+            if count <= LAYOUT.rollback_tokens:
+                manager, twin = deepcopy((self.manager, sequence))
+                with pytest.raises(CapacityError):
+                    manager.reserve(twin, count + 1)
 
     @invariant()
     def nothing_leaks(self) -> None:
