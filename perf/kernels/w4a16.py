@@ -3,7 +3,7 @@
     PYTHONPATH=. python perf/kernels/w4a16.py --compile            (no GPU: fills the cubin folder)
     PYTHONPATH=. python perf/kernels/w4a16.py --check              (small sizes, then the model's)
     PYTHONPATH=. python perf/kernels/w4a16.py --time --tokens 1,8 [--price] [--no-pdl]
-        [--variants 107/16,132/16]
+        [--variants 107/-,132/2]
 
 Cubins that are in the folder are not compiled again. Exit status 1: a check failed.
 """
@@ -113,7 +113,7 @@ def _times(options: argparse.Namespace) -> None:
 
 def _compile(options: argparse.Namespace) -> None:
     from w4a16_gpu import cubin
-    from w4a16_times import GATE_UPS, RING, THETA, standin_tactic
+    from w4a16_times import DEPTHS, RING, THETA, standin_tactic
 
     from inkrt.plugins.w4a16 import tactics
 
@@ -129,10 +129,7 @@ def _compile(options: argparse.Namespace) -> None:
                 for blocks in (80, 107, 132)
             ]
             if not bf16:
-                found += [
-                    tactics.moe(d, tokens, eps=1e-6, warps=warps, depth=depth)
-                    for warps, depth in GATE_UPS
-                ]
+                found += [tactics.moe(d, tokens, eps=1e-6, depth=depth) for depth in DEPTHS]
             found += [
                 tactics.lm_head(d, tokens, eps=1e-6, logits=logits, greedy=True)
                 for logits in (False, True)
@@ -163,8 +160,8 @@ def main() -> int:
     parser.add_argument(
         "--variants",
         type=lambda s: s.split(","),
-        default=["-/16"],
-        help="blocks of qkv / warps[xdepth] of gate_up, e.g. 107/16,132/8,-/16x3",
+        default=["-/-"],
+        help="blocks of qkv / depth of gate_up for one token, e.g. 107/-,132/2",
     )
     parser.add_argument("--cubins", type=Path, default=Path("build/cubins"))
     options = parser.parse_args()

@@ -254,10 +254,10 @@ class Checks:
         expected = product(from_bits(x), weights)
         self._close(name, from_bits(_bits_of(y, rows)), expected, 4e-3)
 
-    def moe(self, *, has_delta: bool, warps: int, ties: bool) -> None:
+    def moe(self, *, has_delta: bool, ties: bool) -> None:
         """Router, experts and the sum, each stage on the kernels' own inputs to it."""
         d = self.dims
-        name = f"moe delta={has_delta} warps={warps} ties={ties}"
+        name = f"moe delta={has_delta} ties={ties}"
         x, delta = self._bits(MOST, d.hidden, salt=1), self._bits(MOST, d.hidden, salt=2)
         norm = self._bits(d.hidden, mean=1.0, scale=0.2, salt=3)
         router = self._bits(d.experts, d.hidden, scale=d.hidden**-0.5, salt=4)
@@ -273,7 +273,7 @@ class Checks:
         )  # fmt: skip
         (out, residual), scratch = self._widths(
             name,
-            lambda t: tactics.moe(d, t, eps=EPS, has_delta=has_delta, warps=warps),
+            lambda t: tactics.moe(d, t, eps=EPS, has_delta=has_delta),
             arguments,
             [d.hidden * 2, d.hidden * 2],
         )

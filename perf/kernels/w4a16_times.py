@@ -20,8 +20,8 @@ from inkrt.plugins.w4a16.shapes import Dims
 BYTES_PER_US = 4.55e6
 RING = 1024
 EPS, THETA = 1e-6, 10000.0
-GATE_UPS = ((16, None), (16, 2), (16, 3), (8, None))
-KERNELS_OF_LAYER = ("qkv", "standin", "linear", "router", "gate_up", "down")
+DEPTHS = (None, 2, 3)
+KERNELS_OF_LAYER = ("qkv", "standin", "linear", "router", "gate_up", "down", "experts")
 Record = dict[str, str | int | float]
 Launches = list[tuple[str, Callable[[], None]]]
 
@@ -32,26 +32,20 @@ class Variant:
 
     Attributes:
         blocks: of qkv, None for the tactic's choice.
-        warps: of a block of gate_up.
         depth: of gate_up, None for the tactic's choice.
     """
 
     blocks: int | None = None
-    warps: int = 16
     depth: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Variant":
-        """From `blocks/warps` or `blocks/warpsxdepth`; blocks may be `-`."""
+        """From `blocks/depth`; `-` is the tactic's choice."""
         blocks, _, rest = text.partition("/")
-        warps, _, depth = rest.partition("x")
-        return cls(
-            None if blocks == "-" else int(blocks), int(warps), int(depth) if depth else None
-        )
+        return cls(*(None if word == "-" else int(word) for word in (blocks, rest)))
 
     def __str__(self) -> str:
-        depth = f"x{self.depth}" if self.depth else ""
-        return f"{self.blocks or '-'}/{self.warps}{depth}"
+        return f"{self.blocks or '-'}/{self.depth or '-'}"
 
 
 @dataclass(slots=True)
@@ -181,10 +175,7 @@ class Chain:
     def moe(self, layer: int) -> Launches:
         """Reads residual_b and delta_a, writes residual_a and delta_b."""
         s, own = self.model.shared, self.model.layers[layer]
-        tactic = tactics.moe(
-            self.model.dims, self.tokens, eps=EPS, warps=self.variant.warps,
-            depth=self.variant.depth,
-        )  # fmt: skip
+        tactic = tactics.moe(self.model.dims, self.tokens, eps=EPS, depth=self.variant.depth)
         arguments = {**s, **own, "x": s["residual_b"], "delta": s["delta_a"]}
         return self._launches(tactic, arguments, [s["delta_b"], s["residual_a"]])
 
@@ -271,12 +262,11 @@ def kernel_times(model: Model, tokens: int) -> Iterable[Record]:
     moe = tactics.moe(d, tokens, eps=EPS)
     us = per([x for i in layers for x in chain.moe(i)], count)
     yield _record("moe", f"{d.experts}x{d.width}", tokens, us, moe.bytes)
-    for warps, depth in GATE_UPS if not d.bf16 else ((8, None), (16, None)):
-        other = Chain(model, tokens, Variant(warps=warps, depth=depth))
+    for depth in DEPTHS if tokens == 1 and not d.bf16 else ():
+        other = Chain(model, tokens, Variant(depth=depth))
         only = [x for i in layers for x in other.moe(i) if x[0] == "gate_up"]
-        name = f"gate_up alone, {warps} warps, depth {depth or 'default'}"
-        yield _record(name, "", tokens, per(only, count), 0)
-    for name in ("router", "down"):
+        yield _record(f"gate_up alone, depth {depth or 'default'}", "", tokens, per(only, count), 0)
+    for name in ("router", *(("gate_up", "down") if tokens == 1 else ("experts",))):
         only = [x for i in layers for x in chain.moe(i) if x[0] == name]
         yield _record(f"{name} alone", "", tokens, per(only, count), 0)
     dense = tactics.dense_mlp(d, tokens, eps=EPS)
@@ -308,7 +298,8 @@ def step_times(model: Model, tokens: int, variant: Variant, *, price: bool) -> I
     step = _time([*layers, *chain.head()])
     yield _record("step", shape, tokens, step, layer_bytes * number + head_bytes)
     if price:
-        for name in KERNELS_OF_LAYER:
+        present = {launch[0] for launch in layers}
+        for name in (name for name in KERNELS_OF_LAYER if name in present):
             without = _time([launch for launch in layers if launch[0] != name])
             yield {
                 "kernel": f"layer without {name}", "shape": shape, "T": tokens,

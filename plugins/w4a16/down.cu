@@ -11,12 +11,13 @@
 constexpr int WARPS = 8;
 constexpr int NV = WIDTH / VECTOR_K, JOB_BYTES = tile_bytes(WIDTH), ROW_TILES = HIDDEN / 16;
 constexpr int SHARED_JOBS = SHARED_WIDTH / WIDTH, JOBS = SHARED_JOBS + TOP_K;
-constexpr int JOB_STAGES = NV / STAGE_VECTORS;
+using JobSlice = Slice<WEIGHTS ? 1 : 2>;
+constexpr int JOB_SLICES = NV / JobSlice::VECTORS;
 static_assert(NV % CHUNK_VECTORS == 0, "a job is whole chunks");
 static_assert(SHARED_WIDTH % WIDTH == 0, "the shared expert is a multiple of a routed one");
 
 struct Shared {
-  alignas(128) u8 ring[WARPS][STAGES * STAGE_BYTES];
+  alignas(128) u8 ring[WARPS][STAGES * JobSlice::BYTES];
   alignas(16) float partial[JOBS][128];
   SoloRoute route;
   float unit[8];
@@ -28,24 +29,23 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   trigger_first();
-  Ring ring = {sm.ring[warp], lane};
+  Ring<JobSlice> ring = {sm.ring[warp], lane};
   const u8* const shared_tiles = shared_weights + (size_t)blockIdx.x * SHARED_JOBS * JOB_BYTES;
   const int* expert = nullptr;  // of each rank, once known
-  auto request = [&](int stage) {
-    const int job = warp + stage / JOB_STAGES * WARPS;
+  auto request = [&]() {
+    const int job = warp + ring.requested / JOB_SLICES * WARPS;
     const u8* tile = nullptr;
     if (job < SHARED_JOBS)
       tile = shared_tiles + job * JOB_BYTES;
     else if (job < JOBS)
       tile = weights + ((size_t)expert[job - SHARED_JOBS] * ROW_TILES + blockIdx.x) * JOB_BYTES;
-    ring.request(tile ? tile + stage % JOB_STAGES * STAGE_BYTES : nullptr);
+    ring.request(tile, ring.requested % JOB_SLICES * JobSlice::VECTORS);
   };
   // Warps whose first job is the shared expert's need not wait for the choice.
-  int first = 0;
   if (warp < SHARED_JOBS)
-    for (; first < min(STAGES, JOB_STAGES); first++) request(first);
+    for (int i = 0; i < min(STAGES, JOB_SLICES); i++) request();
   expert = choose(logits, lane, warp, sm.route);
-  for (; first < STAGES; first++) request(first);
+  while (ring.requested < STAGES) request();
   float unit = 0, shared_unit = 0;
   if (tid < TOP_K) unit = tensor_unit(scales + expert[tid]);
   if (tid < 16) shared_unit = tensor_unit(shared_scale);
@@ -54,16 +54,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   auto work = [&](int job, const bf16* x) {
     Tile halves[2] = {zero_tile(), zero_tile()};
 #pragma unroll
-    for (int v = 0; v < NV; v += STAGE_VECTORS) {
-      Activations<STAGE_VECTORS> b;  // the token in every column
-      load_tokens<STAGE_VECTORS>(b, x, v, lane);
+    for (int v = 0; v < NV; v += JobSlice::VECTORS) {
+      Activations<JobSlice::VECTORS> b;  // the token in every column
+      load_tokens<JobSlice::VECTORS>(b, x, v, lane);
       const u8* const stage = ring.wait();
-#pragma unroll
-      for (int i = 0; i < STAGE_VECTORS; i++) {
-        Activations<1> one = {{b.v[i]}};
-        multiply_shared<1>(halves[2 * (v + i) / NV], stage, one, i, lane);
-      }
-      request(ring.requested);
+      JobSlice::multiply(halves[2 * v / NV], stage, v, b, lane);
+      request();
     }
     store_tile(sm.partial[job], halves, lane);
   };

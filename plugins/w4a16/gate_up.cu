@@ -8,7 +8,7 @@
 #define TRIGGER 1
 #include "route.cuh"
 
-constexpr int THREADS = WARPS * 32;
+constexpr int WARPS = 16, THREADS = WARPS * 32;
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN), EXPERT_TILES = WIDTH / 8;
 constexpr int NUM_TILES = TOP_K * EXPERT_TILES;

@@ -18,9 +18,9 @@ from inkrt.plugins.w4a16.launches import (
     trigger,
 )
 from inkrt.plugins.w4a16.shapes import (
-    EXPERTS_WARPS,
     LARGE_BLOCK,
     MAX_NORM_WIDTH,
+    MOE_WARPS,
     MULTIPROCESSORS,
     Dims,
     check_smem,
@@ -32,7 +32,7 @@ from inkrt.plugins.w4a16.shapes import (
     require,
     router_bytes,
     router_rows,
-    stage_vectors,
+    slice_vectors,
 )
 
 
@@ -42,7 +42,6 @@ def moe(
     *,
     eps: float,
     has_delta: bool = True,
-    warps: int = 16,
     depth: int | None = None,
     names: Names | None = None,
 ) -> Tactic:
@@ -55,8 +54,6 @@ def moe(
         num_tokens: T.
         eps: of the norm.
         has_delta: whether `delta` is added.
-        warps: among which gate_up splits K, 8 or 16; the same for all T, or rows differ in their
-            last bit.
         depth: tiles of a warp of gate_up that are on their way at once; None for a good number.
         names: parameters x, delta, norm_weight; router_weight bf16 [E, H]; shared_gate_up_codes and
             _scales (gate rows, then up rows), shared_gate_up_scale float32 [1]; gate_up_codes,
@@ -68,7 +65,6 @@ def moe(
         BuildError: sizes that the kernels do not take.
     """
     check_tokens("moe", num_tokens)
-    require(warps in (8, 16), "moe", f"warps={warps}, expected 8 or 16")
     check_width("moe", "hidden", dims.hidden, MAX_NORM_WIDTH)
     check_width("moe", "width", dims.width, 512)
     check_width("moe", "shared_width", dims.shared_width, 8192)
@@ -108,9 +104,9 @@ def moe(
     ]  # fmt: skip
     when = ("TRIGGER", trigger(tokens))
     after = (
-        _one_token(dims, warps, depth, [*sizes, when], names, own)
+        _one_token(dims, depth, [*sizes, when], names, own)
         if tokens == 1
-        else (_more_tokens(dims, tokens, warps, [*sizes, when], names, own),)
+        else (_more_tokens(dims, tokens, [*sizes, when], names, own),)
     )
     kernels = (
         launch(
@@ -153,33 +149,26 @@ def moe(
 
 
 def _one_token(
-    dims: Dims, warps: int, depth: int | None, macros: Defines, names: Names | None, own: Names
+    dims: Dims, depth: int | None, macros: Defines, names: Names | None, own: Names
 ) -> tuple[KernelLaunch, ...]:
     """gate_up, then down."""
     if depth is None:
-        depth = 2 if dims.bf16 else 1 if warps == 8 else 3
-    # What the other blocks of an SM leave: three blocks of 8 warps, or one of 16 beside the router
-    # and then beside `down`.
-    if warps == 8:
-        registers = 128 if dims.bf16 else 80
-    else:
-        registers = 56 if not dims.bf16 and depth <= 3 else 96
+        depth = 2 if dims.bf16 else 3
     most = dims.top_k * dims.width // 8
-    blocks = min(most, MULTIPROCESSORS * 16 // warps) if dims.bf16 else -(-most // depth)
+    # A bf16 tile is large: blocks take several, one after the other.
+    blocks = min(most, MULTIPROCESSORS) if dims.bf16 else -(-most // depth)
     tiles = -(-most // blocks)
-    # Large blocks: one on each SM.
-    is_large = warps == 16 and not dims.bf16
-    stages = dims.width // 64 // stage_vectors(dims)  # a whole job
+    # What the router's block on the SM leaves, or the one of `down`.
+    registers = 56 if not dims.bf16 and depth <= 3 else 96
+    stages = dims.width // 64 // slice_vectors(dims)  # of `down`: a whole job
     return (
         launch(
             "gate_up",
-            [
-                *macros, ("WARPS", warps), ("DEPTH", depth), ("TILES", tiles),
-                ("REGISTERS", registers),
-            ],
+            [*macros, ("DEPTH", depth), ("TILES", tiles), ("REGISTERS", registers)],
             blocks=blocks,
-            threads=warps * 32,
-            smem=max(gate_up_bytes(dims, warps, tiles), LARGE_BLOCK if is_large else 0),
+            threads=MOE_WARPS * 32,
+            # Large blocks: one on each SM.
+            smem=max(gate_up_bytes(dims, tiles), 0 if dims.bf16 else LARGE_BLOCK),
             params=params_of("z logits gate_up_codes gate_up_scale hidden", names, own),
         ),
         launch(
@@ -195,22 +184,21 @@ def _one_token(
                 own,
             ),
         ),
-    )  # fmt: skip
+    )
 
 
 def _more_tokens(
-    dims: Dims, num_tokens: int, warps: int, macros: Defines, names: Names | None, own: Names
+    dims: Dims, num_tokens: int, macros: Defines, names: Names | None, own: Names
 ) -> KernelLaunch:
     """Routed experts and the shared one's end in one launch."""
-    require(dims.hidden % 512 == 0 or dims.hidden == 256, "moe", f"hidden={dims.hidden}")
     most = min(dims.experts, num_tokens * dims.top_k) * dims.width // 8
-    blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, -(-most // EXPERTS_WARPS)))
-    stages = 4
+    blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, -(-most // MOE_WARPS)))
+    stages = 4 if dims.bf16 else 8
     return launch(
         "experts",
-        [*macros, ("K_WARPS", warps), ("STAGES", stages), ("BLOCKS", blocks)],
+        [*macros, ("STAGES", stages), ("BLOCKS", blocks)],
         blocks=blocks,
-        threads=EXPERTS_WARPS * 32,
+        threads=MOE_WARPS * 32,
         smem=check_smem("moe", experts_bytes(dims, stages)),
         params=params_of(
             "z logits shared_hidden gate_up_codes gate_up_scale down_codes down_scale "

@@ -14,7 +14,7 @@ MULTIPROCESSORS = 132
 MAX_NORM_WIDTH = 2048
 HEAD = 128
 PAGE = 64
-EXPERTS_WARPS = 16
+MOE_WARPS = 16
 SAMPLE_BINS = 2048
 
 
@@ -148,14 +148,14 @@ def router_bytes(dims: Dims) -> int:
     )
 
 
-def stage_vectors(dims: Dims) -> int:
-    """Vectors of 64 k that come together in a ring, see ring.cuh."""
-    return 1 if dims.bf16 else 4
+def slice_vectors(dims: Dims, *, of_warp: int = 2) -> int:
+    """Vectors of 64 k of a slice in a ring, where a warp has `of_warp`; see ring.cuh."""
+    return 1 if dims.bf16 or of_warp % 2 else 2
 
 
-def ring_bytes(dims: Dims, stages: int) -> int:
-    """A warp's ring."""
-    return stages * dims.chunk_bytes * stage_vectors(dims) // 4
+def ring_bytes(dims: Dims, stages: int, vectors: int) -> int:
+    """A warp's ring of slices of `vectors`."""
+    return stages * (vectors * dims.chunk_bytes // 4 if dims.bf16 else vectors * 512 + 128)
 
 
 def route_bytes(dims: Dims) -> int:
@@ -166,11 +166,11 @@ def route_bytes(dims: Dims) -> int:
     )
 
 
-def gate_up_bytes(dims: Dims, warps: int, tiles: int) -> int:
+def gate_up_bytes(dims: Dims, tiles: int) -> int:
     """`Shared` of gate_up.cu."""
     return struct_bytes(
-        (tiles * live_warps(dims.hidden, warps) * 512, 16),
-        (warps * vectors_per_warp(dims.hidden, warps) * 128, 16),
+        (tiles * live_warps(dims.hidden, MOE_WARPS) * 512, 16),
+        (MOE_WARPS * vectors_per_warp(dims.hidden, MOE_WARPS) * 128, 16),
         (dims.experts * 4, 4),
         (tiles * 4, 4),
     )
@@ -179,19 +179,20 @@ def gate_up_bytes(dims: Dims, warps: int, tiles: int) -> int:
 def down_bytes(dims: Dims, stages: int) -> int:
     """`Shared` of down.cu."""
     jobs = dims.shared_width // dims.width + dims.top_k
-    return struct_bytes(
-        (8 * ring_bytes(dims, stages), 128), (jobs * 512, 16), (256 + 32, 4), (32, 4)
-    )
+    ring = ring_bytes(dims, stages, slice_vectors(dims))
+    return struct_bytes((8 * ring, 128), (jobs * 512, 16), (256 + 32, 4), (32, 4))
 
 
 def experts_bytes(dims: Dims, stages: int) -> int:
     """`Shared` of experts.cu."""
     slots = MAX_TOKENS * dims.top_k
-    activations = max(MAX_TOKENS * (dims.hidden + 8), slots * (dims.width + 8)) * 2
+    vectors = slice_vectors(dims, of_warp=vectors_per_warp(dims.hidden, MOE_WARPS))
+    gate_up = 2 * 4 * live_warps(dims.hidden, MOE_WARPS) * 512
+    jobs = dims.shared_width // dims.width + slots
+    down = struct_bytes((slots * (dims.width + 8) * 2, 16), (jobs * 512, 16))
     return struct_bytes(
-        (EXPERTS_WARPS * ring_bytes(dims, stages), 128),
-        (activations, 16),
-        ((dims.shared_width // dims.width + slots) * 512, 16),
+        (MOE_WARPS * ring_bytes(dims, stages, vectors), 128),
+        (max(gate_up, down), 16),
         (route_bytes(dims), 8),
         (256, 4),
     )

@@ -144,7 +144,7 @@ class DeviceMemory:
         """Set every byte of all state; for benchmarks, which have no real context."""
         for name, region in self._arena.regions.items():
             if name.startswith("state/"):
-                self.check(self._driver.cuMemsetD8(self.base + region.offset, value, region.size))
+                self._set(self.base + region.offset, value, region.size)
 
     def host_bytes(self, size: int) -> NDArray[np.uint8]:
         """Zeroed pinned host memory, which kernels can address too."""
@@ -214,11 +214,11 @@ class DeviceMemory:
         """Zero everything that is not a weight, then set what kernels expect in scratch."""
         for name, region in self._arena.regions.items():
             if not name.startswith("weight/") and region.size:
-                self.check(self._driver.cuMemsetD8(self.base + region.offset, 0, region.size))
+                self._set(self.base + region.offset, 0, region.size)
         for step, plan in plans.items():
             start = self.base + self.region(f"scratch/{step}").offset
             for fill in plan.fills:
-                self.check(self._driver.cuMemsetD8(start + fill.offset, fill.value, fill.size))
+                self._set(start + fill.offset, fill.value, fill.size)
 
     def _write_tables(self, plans: dict[str, Plan]) -> None:
         """Write the tensors' addresses, which are fixed, into the tables."""
@@ -226,7 +226,7 @@ class DeviceMemory:
             specs = [plans[step].tensors[index] for index in table.tensors]
             rows = np.array([self.address(step, spec) for spec in specs], np.uint64)
             address = self.table_address(step, table)
-            self.check(self._driver.cuMemcpyHtoD(address, rows.ctypes.data, rows.nbytes))
+            self._send(address, rows.ctypes.data, rows.nbytes)
 
     def _fill_dummies(self, code: EngineCode) -> None:
         """Repeat each template over the weights that it stands for, doubling what is there."""
@@ -235,13 +235,22 @@ class DeviceMemory:
             region, template = self.region(f"weight/{name}"), code.templates[kind]
             start = self.base + region.offset
             done = min(len(template), region.size)
-            self.check(self._driver.cuMemcpyHtoD(start, template, done))
+            self._send(start, template, done)
             while done < region.size:
                 # Whole templates only, so that every repetition begins at one's start.
                 count = min(done, region.size - done)
                 self.check(copy(start + done, start, count, self._stream))
                 done += count
         self.check(self._driver.cuStreamSynchronize(self._stream))
+
+    # On the executor's stream, which does not wait for the default one: the synchronous forms of
+    # these may return before the device has done them.
+    def _set(self, address: int, value: int, size: int) -> None:
+        self.check(self._driver.cuMemsetD8Async(address, value, size, self._stream))
+
+    def _send(self, address: int, source: int | bytes, size: int) -> None:
+        """From memory that is not pinned: it is free again when this returns."""
+        self.check(self._driver.cuMemcpyHtoDAsync(address, source, size, self._stream))
 
     def _load(self, weights: list[WeightRegion]) -> float:
         if not weights:
