@@ -165,6 +165,11 @@ INK_DEVICE u32 smem_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
 }
 
+// A barrier of some of the block's threads, whole warps; 0 is __syncthreads.
+INK_DEVICE void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Four bytes to shared memory without a register; other threads see them after a block barrier that
 // follows this thread's wait.
 INK_DEVICE void copy_async4(void* to_smem, const void* from) {
@@ -173,20 +178,6 @@ INK_DEVICE void copy_async4(void* to_smem, const void* from) {
 }
 INK_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
-}
-// Sixteen bytes, past the L1, in groups: a thread's copies since its last commit are a group, and
-// it can wait for all but the N latest ones.
-INK_DEVICE void copy_async16(void* to_smem, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem_address(to_smem)),
-               "l"(from)
-               : "memory");
-}
-INK_DEVICE void copy_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int N>
-INK_DEVICE void copy_async_wait_but() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // ---- programmatic dependent launch ----

@@ -111,7 +111,7 @@ INK_DEVICE void attend(const Args& args) {
     const RelativeBias bias(args, kv_head, t0, lane);
 #endif
     sm90::fence_async();
-    sm90::named_barrier(1, kThreads);
+    named_barrier(1, kThreads);
 
     u32* const page_maxima = (u32*)(smem + Smem::kPageMaxima) + group * kGroup * 16;
     const u32 p_at = smem_address(smem + Smem::kP) + group * kGroup * 1024;
@@ -160,7 +160,7 @@ INK_DEVICE void attend(const Args& args) {
       if (i >= kStages) loader.clear_rest(stage, key, group_thread);
       store_probabilities(s, p_row);
       sm90::fence_async();
-      sm90::named_barrier(2 + group, 128);
+      named_barrier(2 + group, 128);
       mbar_wait(loader.bar(stage, true), parity, args.error);
       __syncwarp();
       sm90::pin(o[0]);

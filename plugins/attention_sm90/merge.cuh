@@ -29,7 +29,7 @@ struct Merge {
   INK_DEVICE int num_heads() const { return (kHeadsPerKv - rank + kCluster - 1) / kCluster; }
   INK_DEVICE int head(int index) const { return kv_head * kHeadsPerKv + rank + index * kCluster; }
   INK_DEVICE u32 bytes_to_receive() const { return kCluster * num_heads() * (tb - ta) * (512 + 8); }
-  INK_DEVICE void sync() const { sm90::named_barrier(1, kThreads); }
+  INK_DEVICE void sync() const { named_barrier(1, kThreads); }
   INK_DEVICE bool is_of_pass(int t) const { return t >= ta && t < tb; }
 
   // Accumulators to shared memory, a row's 128 dims side by side. All threads; the ring is consumed.

@@ -11,9 +11,6 @@ INK_DEVICE u32 max_bf16x2(u32 a, u32 b) {  // -0 < +0
 }
 
 // ---- barriers ----
-INK_DEVICE void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 // As named_barrier; true for all threads if it is for one.
 INK_DEVICE bool named_barrier_or(int id, int threads, bool value) {
   u32 r;

@@ -66,7 +66,7 @@ INK_DEVICE void probabilities(float (&s)[kGroup][4], float (&o)[2][kGroup][4], S
   }
   if (is_first || sm90::named_barrier_or(4 + warpgroup, 128, above != 0)) {
     store_page_maxima(x, page_maxima, warp, lane);
-    sm90::named_barrier(2 + warpgroup, 128);
+    named_barrier(2 + warpgroup, 128);
     const float headroom = 8.f / scale;
 #pragma unroll
     for (int t = 0; t < kGroup; ++t) {

@@ -123,7 +123,7 @@ struct OneToken {
       if (has_newest) {
         make_row(warp, lane, patience);
         sm90::fence_async();
-        sm90::named_barrier(JOIN_BARRIER, join);
+        named_barrier(JOIN_BARRIER, join);
       }
     } else if (warp == kWarps + 2 && pages.window) {
       merge_window(warp, lane, patience);
@@ -176,7 +176,7 @@ struct OneToken {
       *(float2*)(sums + w * kRows + column) = make_float2(x, y);
       if (w == 0) *(float2*)(maxima + column) = make_float2(state.m[0][0], state.m[0][1]);
     }
-    sm90::named_barrier(2 + group, 128);
+    named_barrier(2 + group, 128);
     if (w == 0) {
       const int head = lane / SUM_COPIES;
       const float* l = sums + head;
@@ -236,7 +236,7 @@ struct OneToken {
       pages.clear_rest(i, ring, group_thread);
     make_query(warp, lane, patience);
     sm90::fence_async();
-    sm90::named_barrier(JOIN_BARRIER, join);
+    named_barrier(JOIN_BARRIER, join);
     MARK(20);
 
     float o[2][1][4];
@@ -270,7 +270,7 @@ struct OneToken {
         }
         pages.clear_rest(i, ring, group_thread);
         sm90::fence_async();
-        sm90::named_barrier(2 + group, 128);
+        named_barrier(2 + group, 128);
       }
       float s[1][4];
       sm90::wgmma_fence();
@@ -292,7 +292,7 @@ struct OneToken {
       probabilities(s, o, state, scale, page_maxima, i == first, group, w, lane);
       store_probabilities(s, p_row);
       sm90::fence_async();
-      sm90::named_barrier(2 + group, 128);
+      named_barrier(2 + group, 128);
       wait(bars + 2 * stage + 1, parity, patience);
       __syncwarp();
       sm90::pin(o[0]);

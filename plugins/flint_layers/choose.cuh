@@ -15,7 +15,7 @@ INK_DEVICE void chosen_arrive() {
   __syncwarp();
   asm volatile("bar.arrive %0, %1;" ::"n"(CHOSEN_BARRIER), "n"(THREADS) : "memory");
 }
-INK_DEVICE void chosen_wait() { sm90::named_barrier(CHOSEN_BARRIER, THREADS); }
+INK_DEVICE void chosen_wait() { named_barrier(CHOSEN_BARRIER, THREADS); }
 
 // All warps. Those named above choose, each for itself, from logits that the first of them polls.
 template <class Mark>
@@ -41,7 +41,7 @@ INK_DEVICE void choose_experts(Shared& sm, const Layer& layer, const Slot& words
   if (warp == CHOICE_WARP)
 #pragma unroll
     for (int j = 0; j < BLOCKS_OF_LANE; j++) sm.all_logits[lane + 32 * j] = logits[j];
-  sm90::named_barrier(LOGITS_BARRIER, 32 * (WEIGHT_WARP - CHOICE_WARP + 1));
+  named_barrier(LOGITS_BARRIER, 32 * (WEIGHT_WARP - CHOICE_WARP + 1));
   if (warp > CHOICE_WARP)
 #pragma unroll
     for (int j = 0; j < BLOCKS_OF_LANE; j++) logits[j] = sm.all_logits[lane + 32 * j];

@@ -32,7 +32,6 @@ from inkrt.plugins.w4a16.shapes import (
     require,
     router_bytes,
     router_rows,
-    slice_vectors,
 )
 
 
@@ -160,7 +159,6 @@ def _one_token(
     tiles = -(-most // blocks)
     # What the router's block on the SM leaves, or the one of `down`.
     registers = 56 if not dims.bf16 and depth <= 3 else 96
-    stages = dims.width // 64 // slice_vectors(dims)  # of `down`: a whole job
     return (
         launch(
             "gate_up",
@@ -173,13 +171,13 @@ def _one_token(
         ),
         launch(
             "down",
-            [*macros, ("STAGES", stages), ("REGISTERS", 64 if dims.bf16 else 80)],
+            [*macros, ("REGISTERS", 64 if dims.bf16 else 80)],
             blocks=dims.hidden // 16,
             threads=256,
-            smem=down_bytes(dims, stages),
+            smem=down_bytes(dims),
             params=params_of(
                 "logits hidden shared_hidden down_codes down_scale shared_down_codes "
-                "shared_down_scale out",
+                "shared_down_scale out error",
                 names,
                 own,
             ),
@@ -193,7 +191,7 @@ def _more_tokens(
     """Routed experts and the shared one's end in one launch."""
     most = min(dims.experts, num_tokens * dims.top_k) * dims.width // 8
     blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, -(-most // MOE_WARPS)))
-    stages = 4 if dims.bf16 else 8
+    stages = 4
     return launch(
         "experts",
         [*macros, ("STAGES", stages), ("BLOCKS", blocks)],

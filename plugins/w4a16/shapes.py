@@ -148,16 +148,6 @@ def router_bytes(dims: Dims) -> int:
     )
 
 
-def slice_vectors(dims: Dims, *, of_warp: int = 2) -> int:
-    """Vectors of 64 k of a slice in a ring, where a warp has `of_warp`; see ring.cuh."""
-    return 1 if dims.bf16 or of_warp % 2 else 2
-
-
-def ring_bytes(dims: Dims, stages: int, vectors: int) -> int:
-    """A warp's ring of slices of `vectors`."""
-    return stages * (vectors * dims.chunk_bytes // 4 if dims.bf16 else vectors * 512 + 128)
-
-
 def route_bytes(dims: Dims) -> int:
     """`Route` of route.cuh."""
     slots = MAX_TOKENS * dims.top_k
@@ -176,25 +166,29 @@ def gate_up_bytes(dims: Dims, tiles: int) -> int:
     )
 
 
-def down_bytes(dims: Dims, stages: int) -> int:
+def down_bytes(dims: Dims) -> int:
     """`Shared` of down.cu."""
     jobs = dims.shared_width // dims.width + dims.top_k
-    ring = ring_bytes(dims, stages, slice_vectors(dims))
-    return struct_bytes((8 * ring, 128), (jobs * 512, 16), (256 + 32, 4), (32, 4))
+    return struct_bytes(
+        (8 * dims.tile_bytes(dims.width), 128), (jobs * 512, 16), (256 + 32, 4), (32, 4), (64, 8)
+    )
 
 
 def experts_bytes(dims: Dims, stages: int) -> int:
     """`Shared` of experts.cu."""
     slots = MAX_TOKENS * dims.top_k
-    vectors = slice_vectors(dims, of_warp=vectors_per_warp(dims.hidden, MOE_WARPS))
-    gate_up = 2 * 4 * live_warps(dims.hidden, MOE_WARPS) * 512
-    jobs = dims.shared_width // dims.width + slots
-    down = struct_bytes((slots * (dims.width + 8) * 2, 16), (jobs * 512, 16))
+    stage = dims.chunk_bytes // 4 if dims.bf16 else dims.chunk_bytes
+    vectors, parts = dims.hidden // 64, live_warps(dims.hidden, MOE_WARPS)
+    has_halves = parts % 4 == 0 and vectors // 2 % (1 if dims.bf16 else 4) == 0
+    teams = MOE_WARPS // 2 if has_halves else MOE_WARPS
+    partial = (dims.shared_width // dims.width + slots) * 512
     return struct_bytes(
-        (MOE_WARPS * ring_bytes(dims, stages, vectors), 128),
-        (max(gate_up, down), 16),
+        (MOE_WARPS * stages * stage, 128),
+        (max(MAX_TOKENS * (dims.hidden + 8), slots * (dims.width + 8)) * 2, 16),
+        (max(teams * 2 * 32 * 32, partial), 16),
         (route_bytes(dims), 8),
         (256, 4),
+        (MOE_WARPS * stages * 8, 8),
     )
 
 

@@ -46,8 +46,11 @@ __device__ constexpr int vectors_per_warp(int k, int warps) {
 }
 
 // The tensor's scale times what the codes' bf16 form lacks. bf16 weights have none: it is not read.
+INK_DEVICE float load_scale(const float* scale) {
+  return WEIGHTS ? 1.f : load_weight_float(scale);
+}
 INK_DEVICE float tensor_unit(const float* scale) {
-  return WEIGHTS ? 1.f : load_weight_float(scale) * UNIT;
+  return load_scale(scale) * UNIT;
 }
 
 // ---- one vector ----

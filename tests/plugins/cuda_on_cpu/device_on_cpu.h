@@ -103,32 +103,12 @@ static inline u64 load_arrivals(const u64* p) {
 static inline void copy_async4(void* to, const void* from) {
   emu::current->copies.push_back({to, from, 4});
 }
-static inline void copy_async16(void* to, const void* from) {
-  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) emu::fail("misaligned copy");
-  emu::current->copies.push_back({to, from, 16});
-}
-static inline void copy_async_commit() {  // a group ends
-  emu::current->copies.push_back({nullptr, nullptr, 0});
-}
-static inline void emu_copy_groups(long left) {
-  auto& copies = emu::current->copies;
-  long groups = std::count_if(copies.begin(), copies.end(), [](auto& c) { return !c.to; });
-  size_t done = 0;
-  for (; done < copies.size() && groups > left; done++) {
-    if (!copies[done].to)
-      groups--;
-    else
-      memcpy(copies[done].to, copies[done].from, copies[done].bytes);
-  }
-  copies.erase(copies.begin(), copies.begin() + done);
-}
-template <int N>
-static inline void copy_async_wait_but() {
-  emu_copy_groups(N);
-}
 static inline void copy_async_wait() {
-  copy_async_commit();
-  emu_copy_groups(0);
+  for (auto& c : emu::current->copies) memcpy(c.to, c.from, c.bytes);
+  emu::current->copies.clear();
+}
+static inline void named_barrier(int id, int threads) {
+  emu::meet(emu::current->block->named[id], [threads] { return (u64)threads; });
 }
 static inline unsigned char* dynamic_smem() {
   return emu::current->block->smem;
