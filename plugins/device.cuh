@@ -268,6 +268,11 @@ INK_DEVICE void bulk_load_once(void* to_smem, const void* from, u32 num_bytes, u
       : "memory");
 }
 
+// To the L2 only.
+INK_DEVICE void bulk_prefetch(const void* from, u32 num_bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
+}
+
 // ---- clusters ----
 // arrive publishes this thread's writes to the cluster; wait returns when all threads of the
 // cluster have arrived.

@@ -159,6 +159,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (warp == 15)
       pages_of(index).prefetch(attention::EARLY_STAGES, ATTN_STAGES, ring, sm.bar_pages, lane);
+    if (warp == 12 && HAS_WINDOW[index]) {  // while the DRAM is idle
+      int full = index + 1;
+      while (full < LAYERS && HAS_WINDOW[full]) full++;
+      const u8* const* const row = table + full * COLUMNS;
+      if (full < LAYERS)
+        sm.share[0].prefetch_to_l2(row[K_CACHE], row[V_CACHE], page_table, full - index, lane);
+    }
 
     // ---- attention ----
     if (warp < 11 && sm.share[HAS_WINDOW[index]].takes_part()) {

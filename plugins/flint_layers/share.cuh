@@ -18,6 +18,8 @@ namespace attention {
 
 constexpr int WINDOW_BLOCKS = 8;
 constexpr int EARLY_STAGES = 2;  // of the ring lie where nothing else is at the end of a layer
+// Pages of a layer without a window that each of the layers before requests for the L2.
+constexpr int L2_LAYERS = 3, L2_PAGES = 4;
 constexpr int JOIN_BARRIER = 6;
 // SUM_COPIES of a reference point and denominator fill a sector of the L2, see memory.cuh.
 static_assert(SUM_COPIES * WINDOW_BLOCKS == 32, "a copy a lane");
@@ -32,7 +34,7 @@ __device__ __noinline__ void copy_rows(u8* tile, const u8* source, int first, in
 #pragma unroll 1
   for (int block = 0; block < (is_whole ? 1 : Tile::kBlocks); block++) {
     const int at = block * Tile::kBlockBytes + first * Tile::kRowBytes;
-    bulk_load(tile + at, source + at, is_whole ? Tile::kBytes : count * Tile::kRowBytes, full);
+    bulk_load_once(tile + at, source + at, is_whole ? Tile::kBytes : count * Tile::kRowBytes, full);
   }
 }
 
@@ -42,6 +44,18 @@ struct Share {
   int cluster, clusters, kv_head, window;
 
   INK_DEVICE bool takes_part() const { return cluster < clusters; }
+
+  // One warp, `distance` layers before a layer without a window: some of this block's pages of it
+  // on their way to the L2, the first ones first, but for those that come early anyway.
+  INK_DEVICE void prefetch_to_l2(const u8* k_cache, const u8* v_cache, const int* table,
+                                 int distance, int lane) const {
+    const int item = EARLY_STAGES + max(L2_LAYERS - distance, 0) * L2_PAGES + lane / 2;
+    if (lane < 2 * L2_PAGES && distance <= L2_LAYERS && item < count)
+      bulk_prefetch((lane & 1 ? v_cache : k_cache) +
+                        Tile::begin(table[first + item * stride], kKvHeads, kv_head),
+                    Tile::kBytes);
+    __syncwarp();
+  }
 };
 INK_DEVICE Share find_share(int block, int position, int window) {
   Share p;

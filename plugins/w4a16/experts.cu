@@ -62,7 +62,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, b = blockIdx.x;
   if (tid < WARPS * STAGES) mbar_init(&sm.full[0][0] + tid, 1);
   wait_and_trigger();
-  copy_rows<HIDDEN>(sm.z[0], z, T);
   route(logits, T, sm.route);  // with block barriers
   const Route& choice = sm.route;
 
@@ -98,12 +97,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   };
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) request();
+  copy_rows<HIDDEN>(sm.z[0], z, T);  // while the weights are on their way
 
   // For later.
   float unit = 0, shared_unit = 0;
   const int slot = tid < T * TOP_K ? tid : 0;
   if (tid < T * TOP_K) unit = load_scale(down_scale + choice.chosen[slot / TOP_K][slot % TOP_K]);
   if (tid < 128) shared_unit = load_scale(shared_scale);
+  __syncthreads();
 
   // ---- gate, up and activation ----
 #pragma unroll 1
