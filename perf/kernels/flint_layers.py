@@ -61,7 +61,6 @@ EVENTS = {
 }
 TRACED = 24
 OWNERS = 128
-POINTS = 5  # of a layer at which weights may be requested
 
 
 class Launch:
@@ -132,7 +131,7 @@ def search(launch: Launch, rounds: int) -> None:
         pieces = list(range(len(tactics.EARLIEST)))
         rng.shuffle(pieces)
         for piece in pieces:
-            for point in range(tactics.EARLIEST[piece], POINTS):
+            for point in range(tactics.EARLIEST[piece], tactics.POINTS):
                 tried = [*best[:piece], point, *best[piece + 1 :]]
                 if tried != best and (found := time(tried)) < value:
                     best, value = tried, found
