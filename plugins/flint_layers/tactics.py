@@ -106,7 +106,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
 
 def schedules() -> list[tuple[int, ...]]:
     """`SCHEDULE`, and every schedule that differs from it in one piece. Bits are the same."""
-    found = [SCHEDULE]
+    found: list[tuple[int, ...]] = [SCHEDULE]
     for piece, earliest in enumerate(EARLIEST):
         for point in range(earliest, POINTS):
             found.append((*SCHEDULE[:piece], point, *SCHEDULE[piece + 1 :]))

@@ -7,7 +7,7 @@ from inkrt.plugins.w4a16.shapes import Dims
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
-    """The kernels for bf16 activations and all experts on one rank, by what is on its way at once."""
+    """The kernels for bf16 activations and all experts on one rank."""
     x = tensor_arg(args, "x")
     if not is_supported(target, x) or args["partial"] or args["rank"] is not None:
         return []
