@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from inkrt.builder.tune import Candidate, Tuner
     from inkrt.runtime.executor.cuda import CudaExecutor
 
-# Layers of a chain: enough to leave the L2 behind, few enough to be captured quickly.
-MAX_LAYERS = 16
+# Layers of a chain: all of Flint's, since the more there are, the less has to be flushed.
+MAX_LAYERS = 64
 _GRAPH_US = 400  # that a graph should take at least, so that its own start does not count
 _MOST_REPEATS = 64
 _LAUNCH_US, _FLUSH_US = 3, 45  # rough

@@ -3,6 +3,7 @@
 A chain runs launches of one kind, with the weights and state of different layers, on the
 activations that the first of them finds in its step. Weights are cold in the L2: either the chain
 itself walks more bytes than the L2 holds before it comes round, or memory is written in between.
+The latter leaves lines that must be written back, which costs small launches a little.
 
 This is a part of the CUDA executor that only benchmarks need, so it uses the executor's own means.
 """
