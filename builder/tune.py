@@ -60,6 +60,15 @@ class Tuner:
         """Code of all candidates so far."""
         return self._compiler.cubins
 
+    def compile(self, plan: Plan, launches: Sequence[Launch]) -> None:
+        """Compile every tactic of every launch side by side, which `candidates` would do in turn.
+
+        Raises:
+            BuildError: a kernel does not compile.
+        """
+        tactics = [tactic for launch in launches for tactic in self._tactics(plan, launch)]
+        self._compiler.compile_all(kernel for tactic in tactics for kernel in tactic.kernels)
+
     def candidates(self, plan: Plan, launches: Sequence[Launch]) -> list[Candidate]:
         """Every tactic of launches of one kind, in the operator's order.
 
@@ -70,13 +79,15 @@ class Tuner:
         Raises:
             BuildError: a tactic wants a layout of weights that the engine does not have.
         """
-        op, args = launches[0].op, call_args_of(plan, launches[0])
         return [
             Candidate(
                 tactic.name, self._digests.of_tactic(tactic), self._lower(plan, launches, tactic)
             )
-            for tactic in find_tactics(op, self._target, args)
+            for tactic in self._tactics(plan, launches[0])
         ]
+
+    def _tactics(self, plan: Plan, launch: Launch) -> list[Tactic]:
+        return find_tactics(launch.op, self._target, call_args_of(plan, launch))
 
     def _lower(self, plan: Plan, launches: Sequence[Launch], tactic: Tactic) -> Plan:
         memory = _Memory(list(plan.tensors), _packed_weights(plan))

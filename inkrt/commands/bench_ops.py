@@ -231,7 +231,10 @@ class Bench:
         plan = self._executor.plan(step.name)
         step_input = step_input_of(self._config, step, self._context)
         num_bytes = launch_bytes(self._config, plan, self._context)
-        for kind in kinds_of(plan):
+        kinds = kinds_of(plan)
+        if self._tuner is not None:
+            self._tuner.compile(plan, [kind.launches[0] for kind in kinds])
+        for kind in kinds:
             own = msgspec.structs.replace(plan, launches=kind.launches, scratch_bytes=0, fills=())
             candidates = self._candidates(plan, kind)
             plans = [candidate.plan for candidate in candidates] or [own]

@@ -118,6 +118,19 @@ def test_scratch_of_candidates_is_their_own_and_filled(folder: Path) -> None:
         ]
 
 
+def test_compiling_ahead_leaves_nothing_to_compile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = read_code(folder / "engine", 0).plans["verify2"]
+    ahead, in_turn = Tuner("sm_90a"), Tuner("sm_90a")
+    for launch in plan.launches:
+        in_turn.candidates(plan, [launch])
+    ahead.compile(plan, plan.launches)
+    assert ahead.cubins == in_turn.cubins
+    monkeypatch.setattr("inkrt.builder.compile.compile_cubin", None)
+    assert ahead.candidates(plan, plan.launches[:1])
+
+
 def test_another_layout_of_weights_is_refused(folder: Path) -> None:
     plan = read_code(folder / "engine", 0).plans["decode"]
     (launch, *_) = [item for item in plan.launches if item.op == "linear_nvfp4"]

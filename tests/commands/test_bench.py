@@ -224,6 +224,16 @@ def measured(
     class Tuner:
         cubins: ClassVar = {"new": b"code"}
 
+        def compile(self, plan: Plan, launches: Sequence[Launch]) -> None:
+            assert plan is PLAN
+            assert [launch.op for launch in launches] == [
+                "write",
+                "read",
+                "product",
+                "write",
+                "last",
+            ]
+
         def candidates(self, plan: Plan, launches: Sequence[Launch]) -> list[Candidate]:
             names = candidates.get(launches[0].op, ["t"])
             return [
