@@ -51,9 +51,11 @@ class Compiler:
         Raises:
             BuildError: see `compile`.
         """
-        distinct = {(kernel.source, kernel.defines): kernel for kernel in kernels}
+        distinct = list({(kernel.source, kernel.defines): kernel for kernel in kernels}.values())
+        for kernel in distinct[:1]:
+            self.compile(kernel)  # imports cuda.core, which threads must not do at once
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works outside of Python's lock
-            for _ in pool.map(self.compile, distinct.values()):
+            for _ in pool.map(self.compile, distinct[1:]):
                 pass
 
 
