@@ -121,10 +121,6 @@ class CudaExecutor:
         """Name of the GPU."""
         return str(self._device.name)
 
-    def step_bytes(self, step: str) -> int:
-        """Least bytes that a step moves, without the keys and values of its context."""
-        return sum(launch.bytes for launch in self._plans[step].launches)
-
     def close(self) -> None:
         """Release all memory."""
         if self.memory.base:

@@ -105,6 +105,7 @@ class Timer:
                     start = base + offset + fill.offset
                     self._check(self._driver.cuMemsetD8(start, fill.value, fill.size))
                 graphs.append(self._capture(chain, base, base + offset))
+            self._check(self._driver.cuCtxSynchronize())  # fills are not in the graphs' stream
             return self._take_turns(chains, graphs, base, num_runs)
         finally:
             self._check(self._driver.cuMemFree(base))
@@ -178,7 +179,7 @@ class Timer:
 
     def _add_flush(self, builder: Any, address: int) -> None:
         stream = builder.stream.handle
-        self._check(self._driver.cuMemsetD8Async(address, 1, FLUSH_BYTES, stream))
+        self._check(self._driver.cuMemsetD32Async(address, 1, FLUSH_BYTES // 4, stream))
 
     def _param(self, plan: Plan, param: KernelParam, scratch: int) -> Any:
         if isinstance(param, TensorParam):
