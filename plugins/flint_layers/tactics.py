@@ -43,7 +43,7 @@ _PACKED = (
     ("down", "plain"), ("shared_down", "plain"),
 )  # fmt: skip
 # Points at which pieces of the next layer's weights are requested, see memory.cuh; the best of
-# `perf/kernels/flint_layers.py --schedules`.
+# `perf/kernels/flint_layers.py --schedules`. Without a timing cache this is what runs.
 SCHEDULE = (2, 1, 2, 1, 3, 3, 4, 4)
 # The first point at which each piece's place in shared memory is free.
 EARLIEST = (0, 0, 0, 0, 0, 1, 3, 4)
