@@ -90,7 +90,7 @@ class Tuner:
         return find_tactics(launch.op, self._target, call_args_of(plan, launch))
 
     def _lower(self, plan: Plan, launches: Sequence[Launch], tactic: Tactic) -> Plan:
-        memory = _Memory(list(plan.tensors), _packed_weights(plan))
+        memory = _Memory(list(plan.tensors), plan.inputs, _packed_weights(plan))
         lowering = KernelLowering(memory, self._compiler, PackedWeights())
         lowered = [
             msgspec.structs.replace(
@@ -137,6 +137,7 @@ class _Memory:
     """Tensors of an engine, and scratch of candidates behind one another outside of it."""
 
     specs: list[TensorSpec]
+    inputs: dict[str, int]
     packed: dict[tuple[str, str, int], int]
     num_bytes: int = 0
     fills: list[Fill] = field(default_factory=list)

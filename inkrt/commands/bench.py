@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from inkrt.runtime.executor.cuda import CudaExecutor
 
 _Engine = Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine folder for a GPU.")]
-_Steps = Annotated[str, typer.Option(help="Steps, with commas; default: all of the engine.")]
+_Steps = Annotated[
+    str, typer.Option(help="Steps, also by kind (verify), with commas; default: all of the engine.")
+]
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write figures.")]
 
 
@@ -143,12 +145,12 @@ def _open(folder: Path) -> "Iterator[tuple[CudaExecutor, EngineConfig]]":
 
 
 def _chosen(config: "EngineConfig", names: str) -> "list[StepSpec]":
-    known = {step.name: step for step in config.steps}
-    wanted = names.split(",") if names else list(known)
-    for name in wanted:
-        if name not in known:
-            raise ConfigError(f"the engine has no step {name!r}; it has {', '.join(known)}")
-    return [step for name, step in known.items() if name in wanted]
+    """The steps with the names or of the kinds that are wanted, in the engine's order."""
+    spelled = {step.name: {step.name, step.name.rstrip("0123456789")} for step in config.steps}
+    wanted = set(names.split(",")) if names else set(spelled)
+    if unknown := wanted - set().union(*spelled.values()):
+        raise ConfigError(f"the engine has no step {min(unknown)!r}; it has {', '.join(spelled)}")
+    return [step for step in config.steps if spelled[step.name] & wanted]
 
 
 def _write(path: Path | None, executor: "CudaExecutor", rows: list[dict[str, Any]]) -> None:
@@ -162,8 +164,8 @@ def _numbers(text: str) -> list[int]:
         values = [int(item) for item in text.split(",")]
     except ValueError:
         values = []
-    if not values or min(values) < 1:
-        raise ConfigError(f"--contexts takes positive integers with commas, got {text!r}")
+    if not values or min(values) < 0:
+        raise ConfigError(f"--contexts takes numbers from 0 with commas, got {text!r}")
     return values
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from inkrt.plugins.tactic import Tactic
 from inkrt.plugins.w4a16 import tactics
-from inkrt.plugins.w4a16.moe_tactics import down_depths, gate_up_depths
 from inkrt.plugins.w4a16.shapes import MAX_SMEM, Dims, qkv_bytes
 
 EPS = 1e-6
@@ -65,19 +64,11 @@ def all_tactics(dims: Dims, tokens: int) -> list[Tactic]:
             for blocks in (case["blocks"], *tactics.qkv_blocks(dims, tokens))
         ),
         *(tactics.linear(dims, tokens, **case) for case in linear_cases(dims)),
-        *(
-            tactics.moe(dims, tokens, eps=EPS, depth=depth, down_depth=down_depth, **case)
-            for case in MOE_CASES
-            for depth in gate_up_depths(dims, tokens, case["warps"])
-            for down_depth in down_depths(dims, tokens)
-        ),
-        *(
-            tactics.dense_mlp(dims, tokens, eps=EPS, depth=depth)
-            for depth in tactics.stream_depths(dims, gated=True)
-        ),
+        *(tactics.moe(dims, tokens, eps=EPS, **case) for case in MOE_CASES),
+        tactics.dense_mlp(dims, tokens, eps=EPS),
         *(
             tactics.lm_head(dims, tokens, eps=EPS, depth=depth, **case)
             for case in HEAD_CASES
-            for depth in tactics.stream_depths(dims, gated=False)
+            for depth in tactics.head_depths(dims)
         ),
     ]

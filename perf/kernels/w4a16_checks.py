@@ -33,7 +33,6 @@ from w4a16_oracle import (
 from inkrt.errors import InkError
 from inkrt.plugins.tactic import Tactic
 from inkrt.plugins.w4a16 import tactics
-from inkrt.plugins.w4a16.moe_tactics import down_depths, gate_up_depths
 from inkrt.plugins.w4a16.shapes import Dims
 
 Report = Callable[[str, bool, str], None]
@@ -284,22 +283,11 @@ class Checks:
             x=x, delta=delta, norm_weight=norm, router_weight=router, shared_gate_up=shared_up,
             gate_up=up, down=down, shared_down=shared_down,
         )  # fmt: skip
-
-        def find(t: int, depth: int | None = None, down_depth: int | None = None) -> Tactic:
-            return tactics.moe(
-                d, t, eps=EPS, has_delta=has_delta, warps=warps, depth=depth, down_depth=down_depth
-            )
-
         (out, residual), scratch = self._widths(
             name,
-            find,
+            lambda t: tactics.moe(d, t, eps=EPS, has_delta=has_delta, warps=warps),
             arguments,
             [d.hidden * 2, d.hidden * 2],
-            lambda t: [
-                find(t, depth, down_depth)
-                for depth in gate_up_depths(d, t, warps)
-                for down_depth in down_depths(d, t)
-            ],
         )
 
         def stage(key: str, width: int) -> Bits:
@@ -342,10 +330,6 @@ class Checks:
             lambda t: tactics.dense_mlp(d, t, eps=EPS, has_delta=has_delta),
             arguments,
             [d.hidden * 2, d.hidden * 2],
-            lambda t: [
-                tactics.dense_mlp(d, t, eps=EPS, has_delta=has_delta, depth=depth)
-                for depth in tactics.stream_depths(d, gated=True)
-            ],
         )
         expected_residual, z = add_norm(x, delta, norm, EPS)
         self._equal("dense residual", residual.view(np.uint16), expected_residual)
@@ -378,7 +362,7 @@ class Checks:
             find,
             arguments,
             [4, d.vocab * 4],
-            lambda t: [find(t, depth) for depth in tactics.stream_depths(d, gated=False)],
+            lambda t: [find(t, depth) for depth in tactics.head_depths(d)],
         )
         z = add_norm(x, delta, weight, EPS)[1] if norm else from_bits(x)
         expected = product(z, head)

@@ -3,7 +3,7 @@
 from inkrt.plugins.tactic import CallArgs, Output, Pointer, Tactic, number_arg, tensor_arg
 from inkrt.plugins.w4a16.parts import is_supported, matrix_names
 from inkrt.plugins.w4a16.shapes import Dims
-from inkrt.plugins.w4a16.tactics import dense_mlp, stream_depths
+from inkrt.plugins.w4a16.tactics import dense_mlp
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
@@ -22,15 +22,12 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         **matrix_names("codes", "scales", "global_scale", "gate_up", is_bf16=is_bf16),
         **matrix_names("down_codes", "down_scales", "down_scale", "down", is_bf16=is_bf16),
     }
-    dims = Dims(hidden=hidden, dense_width=dense_width, bf16=is_bf16)
     return [
         dense_mlp(
-            dims,
+            Dims(hidden=hidden, dense_width=dense_width, bf16=is_bf16),
             num_tokens,
             eps=number_arg(args, "eps"),
             has_delta=has_delta,
-            depth=depth,
             names=names,
         )
-        for depth in stream_depths(dims, gated=True)
     ]

@@ -1,7 +1,6 @@
 """How `flint_moe` runs on a GPU: the second and third of the w4a16 expert kernels."""
 
 from inkrt.plugins.tactic import CallArgs, Output, Param, Pointer, Tactic, number_arg, tensor_arg
-from inkrt.plugins.w4a16.moe_tactics import down_depths, gate_up_depths
 from inkrt.plugins.w4a16.parts import experts, is_supported, matrix_names
 from inkrt.plugins.w4a16.shapes import Dims
 
@@ -32,8 +31,4 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         names |= matrix_names(
             f"{name}_codes", f"{name}_scales", f"{name}_scale", name, is_bf16=is_bf16
         )
-    return [
-        experts(dims, num_tokens, depth=depth, down_depth=down_depth, names=names)
-        for depth in gate_up_depths(dims, num_tokens)
-        for down_depth in down_depths(dims, num_tokens)
-    ]
+    return [experts(dims, num_tokens, names=names)]

@@ -5,7 +5,7 @@ import torch
 from inkrt.plugins.tactic import CallArgs, Output, Pointer, Tactic, number_arg, tensor_arg
 from inkrt.plugins.w4a16.parts import is_supported, matrix_names
 from inkrt.plugins.w4a16.shapes import Dims
-from inkrt.plugins.w4a16.tactics import lm_head, stream_depths
+from inkrt.plugins.w4a16.tactics import head_depths, lm_head
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
@@ -46,5 +46,5 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             depth=depth,
             names=names,
         )
-        for depth in stream_depths(dims, gated=False)
+        for depth in head_depths(dims)
     ]

@@ -41,7 +41,6 @@ def moe(
     has_delta: bool = True,
     warps: int = 16,
     depth: int | None = None,
-    down_depth: int | None = None,
     names: Names | None = None,
 ) -> Tactic:
     """Residual add, norm, router, shared and routed experts, weighted sum: three kernels.
@@ -53,7 +52,6 @@ def moe(
         has_delta: whether `delta` is added.
         warps: of a block of gate_up, 8 or 16; the same for all T, or rows differ in their last bit.
         depth: tiles of a block of gate_up that are on their way at once; None for a good number.
-        down_depth: likewise jobs of a warp of down.
         names: parameters x, delta, norm_weight; router_weight bf16 [E, H]; shared_gate_up_codes and
             _scales (gate rows, then up rows), shared_gate_up_scale float32 [1]; gate_up_codes,
             _scales [E, ...] and gate_up_scale float32 [E]; down_codes, _scales, down_scale [E];
@@ -102,8 +100,7 @@ def moe(
         ("ONE_TOKEN", int(tokens == 1)),
     ]  # fmt: skip
     when = ("TRIGGER", trigger(tokens))
-    depth = depth or gate_up_depths(dims, tokens, warps)[0]
-    down_depth = down_depth or down_depths(dims, tokens)[0]
+    down_depth = 1 if tokens == 1 or dims.bf16 else 2
     kernels = (
         launch(
             "router",
@@ -147,7 +144,7 @@ def moe(
     per_value = dims.chunk_bytes / 4096
     router_size = dims.experts * dims.hidden
     return Tactic(
-        name=f"w4a16_moe_{depth}_{down_depth}",
+        name="w4a16_moe",
         kernels=kernels,
         bytes=round((distinct * expert + shared) * per_value)
         + 2 * router_size
@@ -164,27 +161,15 @@ def moe(
     )
 
 
-def gate_up_depths(dims: Dims, num_tokens: int, warps: int = 16) -> tuple[int, ...]:
-    """Depths of gate_up that need no more registers than there are, best guess first."""
-    if dims.bf16:
-        return (1,)
-    if warps == 8:
-        return (1,) if num_tokens == 1 else (2,)
-    return (3, 2, 4) if num_tokens == 1 else (4, 3, 2)
-
-
-def down_depths(dims: Dims, num_tokens: int) -> tuple[int, ...]:
-    """Depths of down, likewise."""
-    if dims.bf16:
-        return (1,)
-    return (1, 2) if num_tokens == 1 else (2, 1, 3)
-
-
 def _gate_up(
-    dims: Dims, num_tokens: int, warps: int, depth: int, sizes: Defines, params: tuple[Param, ...]
-) -> KernelLaunch:
+    dims: Dims, num_tokens: int, warps: int, depth: int | None, sizes: Defines,
+    params: tuple[Param, ...],
+) -> KernelLaunch:  # fmt: skip
     require(warps in (8, 16), "moe", f"warps={warps}, expected 8 or 16")
     one_token = num_tokens == 1
+    if depth is None:
+        for_one, for_more = (1, 2) if warps == 8 else (3, 4)
+        depth = 1 if dims.bf16 else for_one if one_token else for_more
     # What the other blocks of an SM leave: three blocks of 8 warps, or one of 16 beside the router.
     if dims.bf16 or not (one_token or warps == 16):
         registers = 128

@@ -57,27 +57,18 @@ def router(dims: Dims, num_tokens: int, *, eps: float, has_delta: bool, names: N
     )
 
 
-def experts(
-    dims: Dims,
-    num_tokens: int,
-    *,
-    depth: int | None = None,
-    down_depth: int | None = None,
-    names: Names,
-) -> Tactic:
+def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     """Top-k, routed experts, the shared expert's down-projection, and their sum.
 
     Args:
         dims: sizes.
         num_tokens: T.
-        depth: see `moe`.
-        down_depth: see `moe`.
         names: see `moe`; z, logits and shared_hidden are arguments, out is an output.
     """
-    whole = moe(dims, num_tokens, eps=1e-6, depth=depth, down_depth=down_depth, names=names)
+    whole = moe(dims, num_tokens, eps=1e-6, names=names)
     before = router(dims, num_tokens, eps=1e-6, has_delta=True, names=names)
     return Tactic(
-        whole.name.replace("moe", "experts"),
+        "w4a16_experts",
         whole.kernels[1:],
         whole.bytes - before.bytes,
         whole.flops - before.flops,

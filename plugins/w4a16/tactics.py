@@ -178,15 +178,9 @@ def linear(
 
 
 def dense_gate_up(
-    dims: Dims,
-    num_tokens: int,
-    *,
-    eps: float,
-    has_delta: bool = True,
-    depth: int | None = None,
-    names: Names | None = None,
+    dims: Dims, num_tokens: int, *, eps: float, has_delta: bool = True, names: Names | None = None
 ) -> Tactic:
-    """Residual add, norm, dense gate/up and activation; `depth` as `stream_depths` has it.
+    """Residual add, norm, dense gate/up and activation.
 
     Names: x, delta, norm_weight, codes, scales (gate rows, then up rows), global_scale; out (bf16
     [T, dense_width]) and residual are outputs 0 and 1 by default.
@@ -194,20 +188,14 @@ def dense_gate_up(
     require(dims.dense_width % 8 == 0, "dense", f"dense_width={dims.dense_width}, expected x8")
     return _stream(
         "w4a16_dense_gate_up", dims, num_tokens, rows=2 * dims.dense_width, eps=eps, gated=True,
-        logits=False, greedy=False, norm=True, has_delta=has_delta, depth=depth, names=names,
+        logits=False, greedy=False, norm=True, has_delta=has_delta, names=names,
     )  # fmt: skip
 
 
 def dense_mlp(
-    dims: Dims,
-    num_tokens: int,
-    *,
-    eps: float,
-    has_delta: bool = True,
-    depth: int | None = None,
-    names: Names | None = None,
+    dims: Dims, num_tokens: int, *, eps: float, has_delta: bool = True, names: Names | None = None
 ) -> Tactic:
-    """A dense layer's MLP in two kernels; `depth` as `stream_depths` has it.
+    """A dense layer's MLP in two kernels.
 
     Names: as `dense_gate_up`, with gate_up_codes, gate_up_scales, gate_up_scale, and down_codes,
     down_scales, down_scale; out (bf16 [T, H]) and residual are outputs 0 and 1 by default.
@@ -219,7 +207,6 @@ def dense_mlp(
         num_tokens,
         eps=eps,
         has_delta=has_delta,
-        depth=depth,
         names={
             "codes": Pointer("gate_up_codes"),
             "scales": Pointer("gate_up_scales"),
@@ -242,7 +229,7 @@ def dense_mlp(
         },
     )
     return Tactic(
-        first.name.replace("gate_up", "mlp"),
+        "w4a16_dense_mlp",
         first.kernels + second.kernels,
         first.bytes + second.bytes,
         first.flops + second.flops,
@@ -267,7 +254,7 @@ def lm_head(
     """Final add and norm, the head, and (greedy) the token of the largest logit.
 
     With `sampled` the token is drawn as the step's inputs say, see `sample_tactics.sample`; those
-    may ask for the largest logit too. `depth` is one of `stream_depths`, None for the first.
+    may ask for the largest logit too. `depth` is one of `head_depths`, None for the first.
 
     Names: x, delta, norm_weight, codes, scales, global_scale; tokens (int32 [T]) and out (float32
     logits [T, vocab]) are outputs 0 and 1 by default. Without `norm`, x is the head's input;
@@ -313,23 +300,21 @@ def embed(dims: Dims, num_tokens: int, *, names: Names | None = None) -> Tactic:
     return Tactic("gather", (kernel,), 4 * num_tokens * dims.hidden, 0)
 
 
-def stream_depths(dims: Dims, *, gated: bool) -> tuple[int, ...]:
-    """Tiles of a warp of `dense_gate_up` (gated) or `lm_head` that are on their way at once.
+def head_depths(dims: Dims) -> tuple[int, ...]:
+    """Tiles of a warp of `lm_head` that are on their way at once, best guess first.
 
-    Best guess first; more would not fit the registers. Bits do not depend on the choice.
+    More would not fit the registers. Bits do not depend on the choice.
     """
-    if dims.bf16:
-        return (1,)
-    return (3, 2, 1) if gated else (2, 3, 1)
+    return (1,) if dims.bf16 else (2, 3, 1)
 
 
 def _stream(
     name: str, dims: Dims, num_tokens: int, *, rows: int, eps: float, gated: bool, logits: bool,
-    greedy: bool, norm: bool, has_delta: bool, depth: int | None, names: Names | None,
+    greedy: bool, norm: bool, has_delta: bool, names: Names | None, depth: int | None = None,
 ) -> Tactic:  # fmt: skip
     check_tokens(name, num_tokens)
     check_width(name, "hidden", dims.hidden, MAX_NORM_WIDTH)
-    depth = depth or stream_depths(dims, gated=gated)[0]
+    depth = depth or (1 if dims.bf16 else 3 if gated else head_depths(dims)[0])
     tiles = -(-rows // 16)
     require(tiles >= num_tokens, name, f"{rows} rows, expected at least 16 for each token")
     blocks = min(tiles, _HEAD_BLOCKS)
@@ -357,7 +342,7 @@ def _stream(
     )  # fmt: skip
     out_bytes = rows if gated else 4 * rows * logits
     return tactic_of(
-        f"{name}_{depth}",
+        name if gated else f"{name}_{depth}",
         dims,
         (kernel,),
         rows_by_k=rows * dims.hidden,

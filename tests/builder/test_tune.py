@@ -95,7 +95,7 @@ def test_first_candidate_is_what_the_engine_runs(folder: Path) -> None:
             describe(plan, kernel) for kernel in launch.kernels
         ]
         several += len(names) > 1
-    assert several > 20
+    assert several > 10  # q/k/v, attention and heads
 
 
 def test_scratch_of_candidates_is_their_own_and_filled(folder: Path) -> None:

@@ -332,7 +332,7 @@ def test_positions_beyond_the_engine_are_refused() -> None:
         (["ops", "E", "--commit", "x"], "are for --tune"),
         (["ops", "E", "--timing-cache", "x"], "are for --tune"),
         (["ops", "E"], "E is not an engine"),
-        (["engine", "E", "--contexts", "0"], "--contexts takes positive integers"),
+        (["engine", "E", "--contexts", "0,-1"], "--contexts takes numbers from 0 with commas"),
         (["engine", "E"], "E is not an engine"),
     ],
 )  # fmt: skip
@@ -348,7 +348,8 @@ def test_wrong_usage_is_told_in_one_line(
 
 
 def test_unknown_steps_are_refused() -> None:
-    assert bench._chosen(CONFIG, "") == [STEP]
+    assert bench._chosen(CONFIG, "") == bench._chosen(CONFIG, "verify") == [STEP]
+    assert bench._chosen(CONFIG, "verify2") == [STEP]
     with pytest.raises(ConfigError, match="no step 'decode'; it has verify2"):
         bench._chosen(CONFIG, "verify2,decode")
 

@@ -11,7 +11,6 @@ from inkrt.builder.compile import PLUGIN_FOLDER
 from inkrt.errors import BuildError
 from inkrt.plugins.tactic import KernelLaunch, Tactic, TensorArg
 from inkrt.plugins.w4a16 import tactics
-from inkrt.plugins.w4a16.moe_tactics import down_depths, gate_up_depths
 from inkrt.plugins.w4a16.packing import (
     bf16_num_bytes,
     bf16_packing,
@@ -213,20 +212,8 @@ def kernels(dims: Dims, tokens: int) -> list[KernelLaunch]:
         tactics.lm_head(dims, tokens, eps=1e-6, logits=False, greedy=True, norm=False),
         *(qkv(dims, tokens=tokens, blocks=blocks) for blocks in tactics.qkv_blocks(dims, tokens)),
         *(
-            tactics.moe(dims, tokens, eps=1e-6, depth=depth)
-            for depth in gate_up_depths(dims, tokens)
-        ),
-        *(
-            tactics.moe(dims, tokens, eps=1e-6, down_depth=depth)
-            for depth in down_depths(dims, tokens)
-        ),
-        *(
-            tactics.dense_mlp(dims, tokens, eps=1e-6, depth=depth)
-            for depth in tactics.stream_depths(dims, gated=True)
-        ),
-        *(
             tactics.lm_head(dims, tokens, eps=1e-6, logits=True, greedy=True, depth=depth)
-            for depth in tactics.stream_depths(dims, gated=False)
+            for depth in tactics.head_depths(dims)
         ),
     ]
     every = [kernel for tactic in found for kernel in tactic.kernels]
