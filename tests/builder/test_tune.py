@@ -69,10 +69,8 @@ def describe(plan: Plan, kernel: Kernel) -> tuple[object, ...]:
         if not isinstance(item, TensorParam):
             return item
         spec = plan.tensors[item.tensor]
-        is_scratch = spec.name.rpartition(".")[0] in {
-            "error", "exchange", "partials", "partial_sums", "middle", "hidden", "best", "row",
-            "residual",
-        } and spec.dtype == "uint8"  # fmt: skip
+        is_bytes = spec.dtype == "uint8" and len(spec.shape) == 1
+        is_scratch = is_bytes and spec.space in ("arena", "scratch")
         return (spec.name.rpartition(".")[0], spec.shape) if is_scratch else item
 
     return (
