@@ -25,6 +25,8 @@ from inkrt.builder.options import BuildOptions
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
 from inkrt.builder.steps import engine_steps
+from inkrt.builder.tactics import TacticChooser
+from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
 from inkrt.builder.trace import trace
 from inkrt.builder.writer import check_target, file_entries, staged_folder, write_file
 from inkrt.engines.catalog import find_definition
@@ -93,6 +95,7 @@ def prepare(
     options: BuildOptions,
     progress: Progress = lambda _line: None,
     dump_folder: Path | None = None,
+    timing_cache: Path | None = None,
 ) -> Prepared:
     """Read the configuration, trace, fuse and lower every step, and size the memory.
 
@@ -102,6 +105,7 @@ def prepare(
         options: choices of the build, which replace "auto" and 0 by what they stand for.
         progress: called with a line per stage.
         dump_folder: where to write the graphs after every pass, if anywhere.
+        timing_cache: file of times that tactics are chosen by; None takes that of the package.
 
     Raises:
         InkError: the model, an option or their combination is not supported.
@@ -120,6 +124,10 @@ def prepare(
     target = Target(options.target, shares_arena=not options.keep_intermediates)
     if options.target != "cpu":
         target.compiler = Compiler(options.target)
+        times = read_timing_cache(timing_cache or SHIPPED)
+        target.chooser = TacticChooser(options.target, times)
+    elif timing_cache is not None:
+        raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
     passes = passes_for(options.target, keeps_intermediates=options.keep_intermediates)
     started = time.monotonic()
     module: nn.Module | None = None
@@ -138,6 +146,8 @@ def prepare(
         launches = len(plans[step.name].launches)
         progress(f"step {step.name}: {launches} launches")
     assert module is not None
+    if target.chooser is not None:
+        progress(target.chooser.summary())
     progress(f"traced and lowered {len(plans)} steps in {time.monotonic() - started:.1f} s")
     layout = _state_layout(module, state)
     tensors = packed_tensors(module, target.packed)
@@ -161,8 +171,11 @@ def build_engine(
     options: BuildOptions,
     progress: Progress = lambda _line: None,
     dump_folder: Path | None = None,
+    timing_cache: Path | None = None,
 ) -> EngineConfig:
     """Build an engine folder; it appears under `target` complete or not at all.
+
+    The same checkpoint, options and timing cache give the same bytes. See `prepare` for arguments.
 
     Raises:
         InkError: the checkpoint or an option is unfit, or writing failed.
@@ -172,7 +185,7 @@ def build_engine(
     progress(f"checkpoint {checkpoint_folder}: {len(checkpoint.names)} tensors")
     if options.target == BLACKWELL:
         progress(f"target {BLACKWELL}: kernels compile, but none has run on such a GPU yet")
-    prepared = prepare(checkpoint, options, progress, dump_folder)
+    prepared = prepare(checkpoint, options, progress, dump_folder, timing_cache)
     is_dummy = options.weights == "dummy"
     needed = _FOLDER_OVERHEAD_BYTES + (0 if is_dummy else prepared.weight_bytes)
     with staged_folder(target, needed) as folder:

@@ -5,6 +5,9 @@ it.
 """
 
 import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from inkrt.errors import BuildError
@@ -41,6 +44,19 @@ class Compiler:
             self.cubins[name] = code
             self._names[key] = name
         return self._names[key]
+
+    def compile_all(self, kernels: Iterable[KernelLaunch]) -> None:
+        """Compile kernels side by side, so that `compile` finds them done.
+
+        Raises:
+            BuildError: see `compile`.
+        """
+        distinct = list({(kernel.source, kernel.defines): kernel for kernel in kernels}.values())
+        for kernel in distinct[:1]:
+            self.compile(kernel)  # imports cuda.core, which threads must not do at once
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works outside of Python's lock
+            for _ in pool.map(self.compile, distinct[1:]):
+                pass
 
 
 def compile_cubin(

@@ -16,7 +16,7 @@ from inkrt.builder.compile import Compiler
 from inkrt.builder.lower_kernels import KernelLowering, PackedWeights
 from inkrt.builder.memory import ALIGNMENT, Lifetime, plan_arena
 from inkrt.builder.rewrite import VIEW_OPS, arguments, module_path
-from inkrt.builder.tactics import choose_tactic
+from inkrt.builder.tactics import TacticChooser, choose_tactic
 from inkrt.builder.trace import STEP_INPUTS, StepGraph
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import NAMESPACE, plugins
@@ -46,12 +46,14 @@ class Target:
         compiler: collects the cubins of all plans; None on the CPU.
         packed: collects the layouts of weights of all plans.
         shares_arena: whether tensors that are never needed at once share memory.
+        chooser: chooses tactics; None takes the first ones.
     """
 
     name: str
     compiler: Compiler | None = None
     packed: PackedWeights = field(default_factory=PackedWeights)
     shares_arena: bool = True
+    chooser: TacticChooser | None = None
 
 
 def lower(graph: StepGraph, target: Target | None = None) -> Plan:
@@ -73,6 +75,7 @@ class _Lowering:
         self.kernels = (
             KernelLowering(self, target.compiler, target.packed) if target.compiler else None
         )
+        self.chooser = target.chooser or TacticChooser(target.name)
         self.scratch_bytes = 0
         self.fills: list[Fill] = []
         self.specs: list[TensorSpec] = []
@@ -213,7 +216,7 @@ class _Lowering:
         kernels: tuple[Kernel, ...] = ()
         num_bytes = self._bytes(args) + sum(_num_bytes(self.specs[i]) for i in outputs)
         if self.kernels is not None:
-            tactic = choose_tactic(node, plugin, self.target.name)
+            tactic = choose_tactic(node, plugin, self.target.name, self.chooser)
             tactic_name, num_bytes = tactic.name, tactic.bytes
             kernels = self.kernels.lower(tactic, args, tuple(outputs))
         self.launches.append(

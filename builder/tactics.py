@@ -1,9 +1,10 @@
 """Choosing a tactic for an operator call on a GPU target.
 
-The candidates come from `plugins/<op>/tactics.py`, best guess first. Without a measurement the
-first is taken.
+The candidates come from `plugins/<op>/tactics.py`, best guess first. The fastest of those that the
+timing cache knows is taken; if it knows none, the first.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -13,12 +14,51 @@ from torch import Tensor
 from torch.fx import Node
 
 from inkrt.builder.rewrite import arguments, module_path
+from inkrt.builder.timing_cache import DEVICES, KernelDigests, TimingCache
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Plugin
 from inkrt.plugins.tactic import CallArgs, Tactic, TensorArg
 
 
-def choose_tactic(node: Node, plugin: Plugin, target: str) -> Tactic:
+class TacticChooser:
+    """Chooses among candidates by measured times, and remembers why.
+
+    Args:
+        target: e.g. "sm_90a".
+        cache: the times; those of the target's device in `DEVICES` count.
+    """
+
+    def __init__(self, target: str, cache: TimingCache | None = None) -> None:
+        self._device = DEVICES.get(target, "")
+        self._cache = cache or TimingCache()
+        self._digests = KernelDigests(target)
+        # What was decided, by operator and kernels of the first candidate.
+        self._timed: dict[tuple[str, str], bool] = {}
+
+    def choose(self, op: str, candidates: Sequence[Tactic]) -> Tactic:
+        """The fastest of the candidates with known times, else the first."""
+        if len(candidates) == 1:
+            return candidates[0]
+        digests = [self._digests.of_tactic(tactic) for tactic in candidates]
+        times = [self._cache.median_us(self._device, op, digest) for digest in digests]
+        known = [(time, number) for number, time in enumerate(times) if time is not None]
+        self._timed[op, digests[0]] = bool(known)
+        return candidates[min(known)[1] if known else 0]
+
+    def summary(self) -> str:
+        """A line for the log: where the choices came from, each distinct one counted once."""
+        timed = sum(self._timed.values())
+        line = f"tactics: {len(self._timed)} choices, {timed} by the timing cache"
+        if unknown := len(self._timed) - timed:
+            has = ", ".join(self._cache.devices) or "none"
+            line += (
+                f", {unknown} unknown to it and left at the first "
+                f"(asked for {self._device or 'no device'}; it has times of: {has})"
+            )
+        return line
+
+
+def choose_tactic(node: Node, plugin: Plugin, target: str, chooser: TacticChooser) -> Tactic:
     """The tactic for a call of `plugin`.
 
     Raises:
@@ -32,7 +72,7 @@ def choose_tactic(node: Node, plugin: Plugin, target: str) -> Tactic:
             f"{module_path(node) or 'model'}: {plugin.qualified_name} has no kernel for {target} "
             f"with shapes {shapes}; build for another target"
         )
-    return candidates[0]
+    return chooser.choose(plugin.name, candidates)
 
 
 def find_tactics(name: str, target: str, args: CallArgs) -> list[Tactic]:

@@ -29,6 +29,7 @@ from inkrt import LLM, SamplingParams
 from inkrt.errors import EngineMismatchError
 from inkrt.runtime.executor import Sampling, StepInput
 from inkrt.runtime.executor.cuda import CudaExecutor
+from inkrt.runtime.executor.cuda_timing import Timer
 from inkrt.runtime.tokenizer import Tokenizer
 
 CONTEXT = 8192
@@ -136,7 +137,7 @@ def graph_ms(llm: LLM, executor: CudaExecutor, request: dict[str, Any]) -> list[
     config = llm.engine.config
     pages = list(range(-(-config.max_seq_len // config.state.page_tokens)))
     step_input = StepInput([17], CONTEXT, 0, pages, sampling)
-    return executor.time_step("decode", step_input, NUM_REPLAYS)
+    return [us / 1e3 for us in Timer(executor).step("decode", step_input, NUM_REPLAYS)]
 
 
 def ink_run_ms(folder: Path, num_tokens: int) -> float:

@@ -23,7 +23,7 @@ class TensorSpec(Struct, frozen=True):
         strides: in elements.
         space: the memory it lives in. Scratch belongs to one launch of one plan and keeps its
             content from run to run.
-        storage: weight, state or input name; empty in the arena and in scratch.
+        storage: weight, state or input name; empty in the arena and in scratch, but for `LOOSE`.
         offset: bytes from the start of the storage, arena or scratch.
     """
 
@@ -222,6 +222,8 @@ def table_bytes(plan: Plan) -> int:
 
 
 ADDRESS_BYTES = 8
+# Storage of scratch that an engine has no memory for: of launches that a benchmark makes up.
+LOOSE = "loose"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "uint8": 1}
 
 

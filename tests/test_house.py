@@ -112,7 +112,7 @@ def packaged_files(source: Path) -> set[str]:
         f"inkrt/{path.relative_to(source)}"
         for package in PACKAGES
         for path in (source / package).rglob("*")
-        if path.suffix in (".py", ".cu", ".cuh")
+        if path.suffix in (".py", ".cu", ".cuh", ".json")
     }
     own = [*(source / "inkrt").glob("*.py"), *(source / "inkrt" / "commands").glob("*.py")]
     return files | {str(path.relative_to(source)) for path in own} | {"inkrt/py.typed"}

@@ -1,8 +1,9 @@
-"""ink-bench: time the steps of an engine on its GPU, each beside its floor."""
+"""ink-bench: time an engine on its GPU, steps and operators, each beside its floor."""
 
+import contextlib
 import json
-import statistics
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,50 +12,41 @@ from inkrt.commands import console
 from inkrt.errors import ConfigError, EngineMismatchError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from inkrt.runtime.engine_file import EngineConfig, StepSpec
-    from inkrt.runtime.executor import StepInput
     from inkrt.runtime.executor.cuda import CudaExecutor
 
-# Read-only bandwidth of one H200, measured.
-BANDWIDTH_TB_S = 4.55
-WARM_UP_RUNS = 5
+_Engine = Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine folder for a GPU.")]
+_Steps = Annotated[
+    str, typer.Option(help="Steps, also by kind (verify), with commas; default: all of the engine.")
+]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write figures.")]
 
 
 def engine(
-    folder: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine folder for a GPU.")],
+    folder: _Engine,
     *,
     contexts: Annotated[str, typer.Option(help="Context lengths, with commas.")] = "1024,8192",
-    steps: Annotated[str, typer.Option(help="Steps; default: all of the engine.")] = "",
+    steps: _Steps = "",
     runs: Annotated[int, typer.Option(help="Graph replays per figure.")] = 60,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also time each step without each kind of kernel.")
+        bool, typer.Option("--profile", help="Also price each launch; prices add up to the step.")
     ] = False,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures.")
-    ] = None,
+    as_json: _Json = None,
 ) -> None:
     """Median GPU time of every step at every context, beside the bytes it must move."""
-    from inkrt.runtime.engine import Engine
-    from inkrt.runtime.executor.cuda import CudaExecutor
-
-    with Engine.open(folder) as opened:
-        executor, config = opened.executor, opened.config
-        if not isinstance(executor, CudaExecutor):
-            raise EngineMismatchError(f"engine {folder} is for {config.target}, not a GPU")
-        executor.memory.fill_state(0x3C)  # small finite keys and values; zeros can be special
-        wanted = steps.split(",") if steps else [step.name for step in config.steps]
+    wanted = _numbers(contexts)
+    with _open(folder) as (executor, config):
         columns = ("context", "median us", "min us", "MB", "floor us")
         console.say(f"{'step':<10}" + "".join(f"{name:>11}" for name in columns))
         rows = [
             _measure(executor, config, step, context, runs, profile=profile)
-            for step in config.steps
-            for context in _numbers(contexts)
-            if step.name in wanted and context + step.num_tokens <= config.max_seq_len
+            for step in _chosen(config, steps)
+            for context in wanted
+            if context + step.num_tokens <= config.max_seq_len
         ]
-        device = executor.device_name
-    if as_json is not None:
-        text = json.dumps({"device": device, "rows": rows}, indent=1) + "\n"
-        as_json.write_text(text, encoding="utf-8")
+        _write(as_json, executor, rows)
 
 
 def _measure(
@@ -67,42 +59,104 @@ def _measure(
     profile: bool,
 ) -> dict[str, Any]:
     """Time one step behind `context` tokens of one session, and print a line."""
-    from inkrt.runtime.executor import Sampling, StepInput
+    from inkrt.commands import bench_step
+    from inkrt.runtime.executor.cuda_timing import Timer
 
-    pages = list(range(-(-config.max_seq_len // config.state.page_tokens)))
-    tokens = [(17 + 31 * row) % config.model.vocab_size for row in range(step.num_tokens)]
-    step_input = StepInput(tokens, context, 0, pages, Sampling())
-    executor.time_step(step.name, step_input, WARM_UP_RUNS)
-    times = executor.time_step(step.name, step_input, runs)
-    num_bytes = executor.step_bytes(step.name) + context * config.memory.paged_bytes_per_token
+    timer, plan = Timer(executor), executor.plan(step.name)
+    step_input = bench_step.step_input_of(config, step, context)
+    timer.step(step.name, step_input, bench_step.WARM_UP_RUNS)
+    times = timer.step(step.name, step_input, runs)
+    of_launches = bench_step.launch_bytes(config, plan, context)
+    num_bytes = sum(of_launches)
     row: dict[str, Any] = {
         "step": step.name,
         "context": context,
-        "median_us": statistics.median(times) * 1e3,
-        "min_us": min(times) * 1e3,
+        "median_us": median(times),
+        "min_us": min(times),
         "bytes": num_bytes,
-        "floor_us": num_bytes / BANDWIDTH_TB_S / 1e6,
+        "floor_us": bench_step.floor_us(num_bytes),
     }
     figures = (row["median_us"], row["min_us"], num_bytes / 1e6, row["floor_us"])
     console.say(f"{step.name:<10}{context:>11}" + "".join(f"{figure:>11.1f}" for figure in figures))
     if profile:
-        row["without_us"] = _price(executor, step.name, step_input, runs, row["median_us"])
+        prices = bench_step.price_launches(
+            timer, plan, step_input, runs, row["median_us"], of_launches
+        )
+        row["launches"] = bench_step.price_rows(prices)
+        for kind in row["launches"]:
+            console.say(
+                f"  {kind['op']:<19}{kind['us']:>11.1f} us, {kind['count']:>3} of "
+                f"{kind['us'] / kind['count']:>7.2f}, floor {kind['floor_us']:>7.1f}, "
+                f"{kind['tactic']}"
+            )
     return row
 
 
-def _price(
-    executor: "CudaExecutor", step: str, step_input: "StepInput", runs: int, whole_us: float
-) -> dict[str, float]:
-    """What a step loses in time without each kind of kernel, in us, largest first."""
-    prices = {}
-    for name in executor.kernel_names(step):
-        times = executor.time_step(step, step_input, runs, without=name)
-        prices[name] = whole_us - statistics.median(times) * 1e3
-    prices = dict(sorted(prices.items(), key=lambda item: -item[1]))
-    prices["rest"] = whole_us - sum(prices.values())
-    for name, price in prices.items():
-        console.say(f"  {name:<40}{price:>11.1f} us")
-    return prices
+def ops(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="ENGINE", help="Engine folder for a GPU, or a model's config.json."),
+    ],
+    *,
+    steps: _Steps = "",
+    context: Annotated[int, typer.Option(help="Positions in front of every step.")] = 8192,
+    runs: Annotated[int, typer.Option(help="Graph replays per figure.")] = 60,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Time all tactics and add them to the timing cache.")
+    ] = False,
+    timing_cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What --tune adds to; default: the package's own."),
+    ] = None,
+    commit: Annotated[str, typer.Option(help="Of the sources; the timing cache records it.")] = "",
+    as_json: _Json = None,
+) -> None:
+    """Median GPU time of every kind of launch with weights cold in the L2, beside its floor."""
+    from inkrt.commands.bench_ops import Bench, CacheWriter
+
+    writer = None
+    if tune:
+        if not commit:
+            raise ConfigError("the timing cache records the sources' commit; add: --commit HASH")
+        writer = CacheWriter(timing_cache, commit)
+    elif timing_cache is not None or commit:
+        raise ConfigError("--timing-cache and --commit are for --tune; add it or leave them out")
+    with _open(folder) as (executor, config):
+        bench = Bench(executor, config, context, runs, writer)
+        rows = [row for step in _chosen(config, steps) for row in bench.step(step)]
+        _write(as_json, executor, rows)
+        if writer is not None:
+            console.say(writer.write(), is_result=False)
+
+
+@contextlib.contextmanager
+def _open(folder: Path) -> "Iterator[tuple[CudaExecutor, EngineConfig]]":
+    """An engine's executor and configuration; a model's configuration becomes an engine first."""
+    from inkrt.commands.bench_ops import engine_folder
+    from inkrt.runtime.engine import Engine
+    from inkrt.runtime.executor.cuda import CudaExecutor
+
+    with engine_folder(folder) as found, Engine.open(found) as opened:
+        executor, config = opened.executor, opened.config
+        if not isinstance(executor, CudaExecutor):
+            raise EngineMismatchError(f"engine {folder} is for {config.target}, not a GPU")
+        executor.memory.fill_state(0x3C)  # small finite keys and values; zeros can be special
+        yield executor, config
+
+
+def _chosen(config: "EngineConfig", names: str) -> "list[StepSpec]":
+    """The steps with the names or of the kinds that are wanted, in the engine's order."""
+    spelled = {step.name: {step.name, step.name.rstrip("0123456789")} for step in config.steps}
+    wanted = set(names.split(",")) if names else set(spelled)
+    if unknown := wanted - set().union(*spelled.values()):
+        raise ConfigError(f"the engine has no step {min(unknown)!r}; it has {', '.join(spelled)}")
+    return [step for step in config.steps if spelled[step.name] & wanted]
+
+
+def _write(path: Path | None, executor: "CudaExecutor", rows: list[dict[str, Any]]) -> None:
+    if path is not None:
+        text = json.dumps({"device": executor.device_name, "rows": rows}, indent=1) + "\n"
+        path.write_text(text, encoding="utf-8")
 
 
 def _numbers(text: str) -> list[int]:
@@ -110,8 +164,8 @@ def _numbers(text: str) -> list[int]:
         values = [int(item) for item in text.split(",")]
     except ValueError:
         values = []
-    if not values or min(values) < 1:
-        raise ConfigError(f"--contexts takes positive integers with commas, got {text!r}")
+    if not values or min(values) < 0:
+        raise ConfigError(f"--contexts takes numbers from 0 with commas, got {text!r}")
     return values
 
 
@@ -119,7 +173,7 @@ def make_app() -> typer.Typer:
     """The application."""
     app = console.make_app("ink-bench", "Time an engine.")
     console.add_command(app, engine, name="engine")
-    app.callback()(lambda: None)  # keeps the subcommand's name while there is one
+    console.add_command(app, ops, name="ops")
     return app
 
 

@@ -26,6 +26,10 @@ def build(
         Path | None,
         typer.Option(metavar="DIR", help="Write the graph of every step as text after every pass."),
     ] = None,
+    timing_cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Times to choose tactics by; default: the package's."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Make an engine from a checkpoint.
@@ -46,11 +50,11 @@ def build(
             console.say(f"[{time.monotonic() - started:6.1f} s] {line}", is_result=False)
 
     if out is None or dry_run:
-        prepared = prepare(open_checkpoint(checkpoint), options, progress, dump_graph)
+        prepared = prepare(open_checkpoint(checkpoint), options, progress, dump_graph, timing_cache)
         table = engine_text.memory(prepared.memory, prepared.state, prepared.plans)
         console.say("\n".join(table))
     else:
-        build_engine(checkpoint, out, options, progress, dump_graph)
+        build_engine(checkpoint, out, options, progress, dump_graph, timing_cache)
 
 
 def make_app() -> typer.Typer:

@@ -1,20 +1,15 @@
-"""Check and time the decode and verify attention kernels of sm_90a on a GPU.
+"""Check the decode and verify attention kernels of sm_90a on a GPU; `ink-bench ops` times them.
 
     python perf/kernels/attention.py --compile DIR          cubins of everything below; no GPU
     python perf/kernels/attention.py --check [--cubins DIR]
-    python perf/kernels/attention.py --time [--cubins DIR]
 
 --check compares every tactic with float64 at positions around the edges of pages, windows, rings
 and splits. Rows of the cache that a step does not read are NaN, and outputs are poisoned. A token's
 bits must not depend on T, on its place in the step, on the tactic's group or stages, or on the run.
---time prints one JSON line per kernel and width: median time of a kernel in a graph of a PDL chain
-whose launches read different caches, so that L2 is cold.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,8 +25,6 @@ from inkrt.plugins.tactic import Tactic
 
 MAX_TOKENS = 8
 MAX_ERROR = 6e-3  # two bf16 roundings, as the operator's own cases allow
-BYTES_PER_US = 4.55e6
-COLD_BYTES = 400 << 20
 FLINT_WINDOW, FLINT_RING = 513, 576
 NUM_SLOTS, SLOT = 3, 1
 
@@ -236,92 +229,13 @@ def describe(shape: Call) -> str:
     return f"{shape.num_heads}/{shape.num_kv_heads}x{shape.head_dim} {kind}"
 
 
-TIMES: tuple[tuple[Call, int], ...] = (
-    (SLIDING, 700),
-    (FULL, 1024),
-    (FULL, 8192),
-    (FULL, 100_000),
-    (FULL, 262_144),
-)
-
-
-def time_call(gpu: Gpu, shape: Call, context: int) -> Iterator[dict[str, object]]:
-    """Times of every fast tactic of a call that ends a context of `context` tokens."""
-    pages = shape.ring_rows // PAGE_TOKENS or -(-context // PAGE_TOKENS)
-    layer_bytes = 4 * pages * PAGE_TOKENS * shape.num_kv_heads * shape.head_dim
-    layers = max(2, -(-COLD_BYTES // layer_bytes))
-    launches = max(40, layers)
-    size = (layers * pages, shape.num_kv_heads, PAGE_TOKENS * shape.head_dim)
-    arguments = {name: normal_buffer(size) for name in ("k_cache", "v_cache")}
-    arguments["q"] = normal_buffer((shape.num_tokens, shape.num_heads, shape.head_dim))
-    arguments["sinks"] = torch.randn(shape.num_heads, device="cuda")
-    arguments["position"] = torch.tensor(
-        [context - shape.num_tokens], dtype=torch.int32, device="cuda"
-    )
-    arguments["num_tokens"] = torch.tensor([shape.num_tokens], dtype=torch.int32, device="cuda")
-    slots = torch.arange(layers, dtype=torch.int32, device="cuda")
-    tables = torch.stack(
-        [layer * pages + torch.randperm(pages, device="cuda") for layer in range(layers)]
-    ).int()
-    out = torch.empty_like(arguments["q"])
-    keys = min(context, shape.window + shape.num_tokens - 1) if shape.window else context
-    num_bytes = 4 * keys * shape.num_kv_heads * shape.head_dim
-    for tactic in tactics(shape)[:-1]:
-
-        def record(builder: object, tactic: Tactic = tactic) -> None:
-            for i in range(launches):
-                layer = i % layers
-                per_layer = {"slot": slots[layer:], "page_table": tables[layer]}
-                gpu.launch(tactic, arguments | per_layer, out, builder)
-
-        torch.cuda.synchronize()
-        gpu.launch(tactic, arguments | {"slot": slots, "page_table": tables[0]}, out)
-        gpu.synchronize()  # loads the kernel before capture
-        graph = gpu.capture(record)
-        us = median_ms(gpu, graph) * 1e3 / launches
-        gpu.synchronize()
-        yield {
-            "kernel": tactic.name,
-            "shape": f"{describe(shape)} context {context}",
-            "T": shape.num_tokens,
-            "us": round(us, 2),
-            "bytes": num_bytes,
-            "floor_us": round(num_bytes / BYTES_PER_US, 2),
-            "fraction": round(num_bytes / BYTES_PER_US / us, 3),
-        }
-
-
-def normal_buffer(size: tuple[int, ...]) -> Tensor:
-    """Normal bfloat16 values, drawn in parts to spare memory."""
-    buffer = torch.empty(size, dtype=torch.bfloat16, device="cuda")
-    for part in buffer.view(-1).split(1 << 26):
-        part.normal_()
-    return buffer
-
-
-def median_ms(gpu: Gpu, graph: object, replays: int = 60, warmups: int = 5) -> float:
-    """Median time of a graph replay."""
-    times = []
-    for i in range(warmups + replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(gpu.torch_stream)
-        graph.launch(gpu.stream)  # type: ignore[attr-defined]
-        end.record(gpu.torch_stream)
-        end.synchronize()
-        if i >= warmups:
-            times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
-
-
 def main() -> int:
     """Parse arguments and run; gives the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--compile", type=Path, metavar="DIR", help="fill DIR with cubins and end")
     parser.add_argument("--cubins", type=Path, metavar="DIR", help="folder of --compile")
     parser.add_argument("--check", action="store_true", help="compare with float64")
-    parser.add_argument("--time", action="store_true", help="time Flint's shapes")
     parser.add_argument("--only", default="", help="part of a shape's description, e.g. sliding")
-    parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8], help="T of --time")
     options = parser.parse_args()
     if options.compile:
         calls = [replace(shape, num_tokens=t) for shape, widths, _ in CHECKS for t in widths]
@@ -337,11 +251,6 @@ def main() -> int:
                 checker.check(shape, widths, start)
         failures = checker.failures
         show(f"{failures} problems failed" if failures else "all problems passed")
-    if options.time:
-        for shape, context in TIMES:
-            for width in options.widths if options.only in describe(shape) else ():
-                for line in time_call(gpu, replace(shape, num_tokens=width), context):
-                    show(json.dumps(line))
     return min(failures, 1)
 
 

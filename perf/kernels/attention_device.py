@@ -6,7 +6,6 @@ torch is no part of the launches. Importing this needs no GPU.
 
 import ctypes
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +56,18 @@ class Gpu:
         self._device = Device()
         self._device.set_current()
         self.stream = self._device.create_stream()
-        self.torch_stream = torch.cuda.ExternalStream(int(self.stream.handle))
         self._cubins = cubins
         self._functions: dict[KernelLaunch, Any] = {}
         self._scratch: dict[tuple[str, int], Tensor] = {}
         self.error = torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    def launch(
-        self, tactic: Tactic, arguments: dict[str, Tensor], out: Tensor, target: Any = None
-    ) -> None:
+    def launch(self, tactic: Tactic, arguments: dict[str, Tensor], out: Tensor) -> None:
         """Launch a tactic's kernels.
 
         Args:
             tactic: what to run.
             arguments: device tensors by argument name.
             out: the output.
-            target: a graph builder that records, or None for the stream.
         """
         from cuda.core import LaunchConfig, launch
 
@@ -86,7 +81,7 @@ class Gpu:
                 programmatic_stream_serialization=kernel.pdl,
             )
             params = [self._param(param, arguments, out) for param in kernel.params]
-            launch(target or self.stream, config, self.function(kernel), *params)
+            launch(self.stream, config, self.function(kernel), *params)
 
     def function(self, kernel: KernelLaunch) -> Any:
         """The loaded function of a kernel.
@@ -121,15 +116,6 @@ class Gpu:
                     )
             self._functions[kernel] = (module, function)
         return self._functions[kernel][1]
-
-    def capture(self, record: Callable[[Any], None]) -> Any:
-        """A graph of the launches that `record` makes on the builder that it is given."""
-        builder = self._device.create_graph_builder()
-        builder.begin_building()
-        record(builder)
-        graph = builder.end_building().complete()
-        graph.upload(self.stream)
-        return graph
 
     def synchronize(self) -> None:
         """Wait for all work.

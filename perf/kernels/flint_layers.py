@@ -30,6 +30,7 @@ from inkrt.plugins.tactic import KernelLaunch
 from inkrt.plugins.w4a16.shapes import Dims
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling, StepInput
+from inkrt.runtime.executor.cuda_timing import Timer
 from inkrt.runtime.plan import IntParam
 
 # Number of an event in layers.cu and attend.cuh, in order of time.
@@ -61,7 +62,6 @@ EVENTS = {
 }
 TRACED = 24
 OWNERS = 128
-POINTS = 5  # of a layer at which weights may be requested
 
 
 class Launch:
@@ -132,7 +132,7 @@ def search(launch: Launch, rounds: int) -> None:
         pieces = list(range(len(tactics.EARLIEST)))
         rng.shuffle(pieces)
         for piece in pieces:
-            for point in range(tactics.EARLIEST[piece], POINTS):
+            for point in range(tactics.EARLIEST[piece], tactics.POINTS):
                 tried = [*best[:piece], point, *best[piece + 1 :]]
                 if tried != best and (found := time(tried)) < value:
                     best, value = tried, found
@@ -190,8 +190,9 @@ def check_bits(engine: Engine, launch: Launch, context: int) -> None:
     for position in (1024, 8192, 100_000, 262_000):
         if position < engine.config.max_seq_len:
             many = list(range(-(-(position + 1) // 64)))
-            times = executor.time_step("decode", StepInput([1], position, 0, many, Sampling()), 40)
-            say(f"  step at {position}: {1e3 * statistics.median(times):.1f} us")
+            step_input = StepInput([1], position, 0, many, Sampling())
+            times = Timer(executor).step("decode", step_input, 40)
+            say(f"  step at {position}: {statistics.median(times):.1f} us")
 
 
 def kernel_of(values: dict[str, Any], engine: Engine) -> tuple[KernelLaunch, int]:

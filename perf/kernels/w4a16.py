@@ -1,9 +1,7 @@
-"""Runner of the w4a16 kernels on a GPU: checks against float64 and times, as JSON lines.
+"""Checks of the w4a16 kernels on a GPU against float64, as JSON lines; `ink-bench ops` times them.
 
     PYTHONPATH=. python perf/kernels/w4a16.py --compile            (no GPU: fills the cubin folder)
     PYTHONPATH=. python perf/kernels/w4a16.py --check              (small sizes, then the model's)
-    PYTHONPATH=. python perf/kernels/w4a16.py --time --tokens 1,8 [--price] [--no-pdl]
-        [--variants 107/-,132/2]
 
 Cubins that are in the folder are not compiled again. Exit status 1: a check failed.
 """
@@ -64,8 +62,8 @@ def _check(options: argparse.Namespace) -> int:
 def _chain_check(options: argparse.Namespace) -> int:
     """Six layers and the head: rows of every T bit-equal to those of T = 8, PDL on equal to off."""
     import torch
+    from w4a16_chain import Chain, Model
     from w4a16_gpu import Gpu
-    from w4a16_times import Chain, Model
 
     gpu = Gpu(options.cubins)
     model = Model(gpu, replace(Dims(), bf16=options.bf16), 6)
@@ -80,7 +78,7 @@ def _chain_check(options: argparse.Namespace) -> int:
             for name, value in kept.items():
                 model.shared[name].owner.copy_(value)  # type: ignore[attr-defined]
             model.shared["logits"].owner.fill_(0xFF)  # type: ignore[attr-defined]
-            for _, launch in Chain(model, tokens).step(6, logits=True):
+            for launch in Chain(model, tokens).step(6, logits=True):
                 launch()
             torch.cuda.synchronize()
             rows = gpu.download(model.shared["logits"]).reshape(8, -1)[:tokens]
@@ -96,45 +94,16 @@ def _chain_check(options: argparse.Namespace) -> int:
     return failed
 
 
-def _times(options: argparse.Namespace) -> None:
-    from w4a16_gpu import Gpu
-    from w4a16_times import Model, Variant, kernel_times, step_times
-
-    gpu = Gpu(options.cubins, pdl=not options.no_pdl)
-    model = Model(gpu, replace(Dims(), bf16=options.bf16), options.layers)
-    for tokens in options.tokens:
-        for variant in map(Variant.parse, options.variants):
-            for record in step_times(model, tokens, variant, price=options.price):
-                _emit({**record, "pdl": not options.no_pdl})
-        if not options.no_kernels:
-            for record in kernel_times(model, tokens):
-                _emit({**record, "pdl": not options.no_pdl})
-
-
 def _compile(options: argparse.Namespace) -> None:
+    from w4a16_chain import chain_tactics
     from w4a16_gpu import cubin
-    from w4a16_times import DEPTHS, RING, THETA, standin_tactic
-
-    from inkrt.plugins.w4a16 import tactics
 
     start = time.monotonic()
     for bf16 in (False, True):
-        found = []
+        found = chain_tactics(replace(Dims(), bf16=bf16))
         for tokens in (1, 2):
             for dims in (SMALL, MODEL):
                 found += all_tactics(replace(dims, bf16=bf16), tokens)
-            d = replace(Dims(), bf16=bf16)
-            found += [
-                tactics.qkv(d, tokens, eps=1e-6, rope_theta=THETA, ring_rows=RING, blocks=blocks)
-                for blocks in (80, 107, 132)
-            ]
-            if not bf16:
-                found += [tactics.moe(d, tokens, eps=1e-6, depth=depth) for depth in DEPTHS]
-            found += [
-                tactics.lm_head(d, tokens, eps=1e-6, logits=logits, greedy=True)
-                for logits in (False, True)
-            ]
-            found.append(standin_tactic(d, tokens))
         for tactic in found:
             for kernel in tactic.kernels:
                 cubin(options.cubins, kernel)
@@ -149,20 +118,9 @@ def main() -> int:
     )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--price", action="store_true", help="time the chain without each kernel")
-    parser.add_argument("--no-kernels", action="store_true", help="time the chain only")
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--bf16", action="store_true", help="bf16 weights (checks: as well)")
+    parser.add_argument("--bf16", action="store_true", help="check bf16 weights as well")
     parser.add_argument("--verbose", action="store_true", help="print passing checks too")
-    parser.add_argument("--layers", type=int, default=49)
-    parser.add_argument("--tokens", type=lambda s: [int(t) for t in s.split(",")], default=[1, 8])
-    parser.add_argument(
-        "--variants",
-        type=lambda s: s.split(","),
-        default=["-/-"],
-        help="blocks of qkv / depth of gate_up for one token, e.g. 107/-,132/2",
-    )
     parser.add_argument("--cubins", type=Path, default=Path("build/cubins"))
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
@@ -172,8 +130,6 @@ def main() -> int:
     if options.check:
         failed += _check(options)
         failed += _chain_check(options)
-    if options.time:
-        _times(options)
     return 1 if failed else 0
 
 

@@ -57,12 +57,17 @@ def all_tactics(dims: Dims, tokens: int) -> list[Tactic]:
                 eps=EPS,
                 rope_theta=case["theta"],
                 ring_rows=case["ring"],
-                blocks=case["blocks"],
+                blocks=blocks,
             )
             for case in qkv_cases(dims)
+            for blocks in (case["blocks"], *tactics.qkv_blocks(dims, tokens))
         ),
         *(tactics.linear(dims, tokens, **case) for case in linear_cases(dims)),
         *(tactics.moe(dims, tokens, eps=EPS, **case) for case in MOE_CASES),
         tactics.dense_mlp(dims, tokens, eps=EPS),
-        *(tactics.lm_head(dims, tokens, eps=EPS, **case) for case in HEAD_CASES),
+        *(
+            tactics.lm_head(dims, tokens, eps=EPS, depth=depth, **case)
+            for case in HEAD_CASES
+            for depth in tactics.head_depths(dims)
+        ),
     ]

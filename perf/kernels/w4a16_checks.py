@@ -1,8 +1,8 @@
 """Checks of the w4a16 kernels against the float64 oracle, on any backend.
 
 For every kernel: outputs poisoned first; all rows of the widest step against the oracle; rows of
-every narrower step bit-equal to it; a second run bit-equal to the first; cache rows that no token
-owns untouched. Sizes are small or the model's; the code is the same.
+every narrower step bit-equal to it; a second run and every other tactic bit-equal to the first;
+cache rows that no token owns untouched. Sizes are small or the model's; the code is the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,8 +120,12 @@ class Checks:
         find: Callable[[int], Tactic],
         arguments: dict[str, Buffer],
         row_bytes: Sequence[int],
+        others: Callable[[int], Sequence[Tactic]] = lambda _: (),
     ) -> tuple[list[NDArray[np.uint8]], dict[str, Buffer]]:
-        """Run every T; check invariance and repeatability; gives outputs [8, row] and scratch."""
+        """Run every T; check invariance and repeatability; gives outputs [8, row] and scratch.
+
+        `others` gives tactics of a T that must have the same bits.
+        """
         results: list[tuple[int, list[NDArray[np.uint8]]]] = []
         scratch: dict[str, Buffer] = {}
         for width in (*self.widths, self.widths[-1]):
@@ -144,6 +148,13 @@ class Checks:
             clean = all(bool((row[width:] == 0xFF).all()) for row in rows)
             what = "repeated" if width == results[-1][0] else "rows equal those of T=8"
             self.report(f"{name} T={width} {what}", same and clean, "" if clean else "wrote past T")
+        for width in (self.widths[0], self.widths[-1]):
+            for other in others(width):
+                outputs = [empty(self.backend, MOST * size) for size in row_bytes]
+                run(self.backend, other, arguments, outputs)
+                rows = [self.backend.download(o).reshape(MOST, -1)[:width] for o in outputs]
+                same = all(np.array_equal(a, b[:width]) for a, b in zip(rows, last, strict=True))
+                self.report(f"{name} T={width} {other.name} has the same bits", same, "")
         return last, scratch
 
     def _close(self, name: str, got: Floats, expected: Floats, limit: float) -> None:
@@ -186,8 +197,8 @@ class Checks:
         table = np.array([3, 6, 0, 5], np.int32) if not ring else np.array([SLOT], np.int32)
         page_bytes = d.kv_heads * 16384
 
-        def find(t: int) -> Tactic:
-            return tactics.qkv(d, t, eps=EPS, rope_theta=theta, ring_rows=ring, blocks=blocks)
+        def find(t: int, number: int | None = blocks) -> Tactic:
+            return tactics.qkv(d, t, eps=EPS, rope_theta=theta, ring_rows=ring, blocks=number)
 
         arguments = self._upload(
             x=x, delta=delta, norm_weight=norm, w=weights, q_norm=q_norm, k_norm=k_norm,
@@ -215,8 +226,9 @@ class Checks:
             "num_tokens": self.backend.upload(np.array([valid], np.int32)),
         }
         (q, residual), _ = self._widths(
-            name, find, {**arguments, **step}, [d.heads * 256, d.hidden * 2]
-        )
+            name, find, {**arguments, **step}, [d.heads * 256, d.hidden * 2],
+            lambda t: [find(t, other) for other in tactics.qkv_blocks(d, t) if other != blocks],
+        )  # fmt: skip
 
         expected_residual, z = add_norm(x, delta, norm, EPS)
         y = rounded(product(z, weights)).reshape(MOST, heads, 128)
@@ -339,11 +351,18 @@ class Checks:
         if head.scales is not None:
             head.scales[half : 2 * half] = head.scales[:half]
         arguments = self._upload(x=x, delta=delta, norm_weight=weight, w=head)
+
+        def find(t: int, depth: int | None = None) -> Tactic:
+            return tactics.lm_head(
+                d, t, eps=EPS, logits=logits, greedy=greedy, norm=norm, depth=depth
+            )
+
         (tokens, out), _ = self._widths(
             name,
-            lambda t: tactics.lm_head(d, t, eps=EPS, logits=logits, greedy=greedy, norm=norm),
+            find,
             arguments,
             [4, d.vocab * 4],
+            lambda t: [find(t, depth) for depth in tactics.head_depths(d)],
         )
         z = add_norm(x, delta, weight, EPS)[1] if norm else from_bits(x)
         expected = product(z, head)

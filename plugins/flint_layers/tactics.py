@@ -43,10 +43,11 @@ _PACKED = (
     ("down", "plain"), ("shared_down", "plain"),
 )  # fmt: skip
 # Points at which pieces of the next layer's weights are requested, see memory.cuh; the best of
-# `perf/kernels/flint_layers.py --schedules`.
+# `perf/kernels/flint_layers.py --schedules`. Without a timing cache this is what runs.
 SCHEDULE = (2, 1, 2, 1, 3, 3, 4, 4)
 # The first point at which each piece's place in shared memory is free.
 EARLIEST = (0, 0, 0, 0, 0, 1, 3, 4)
+POINTS = 5  # of a layer at which weights may be requested
 # Slots of the exchange, and copies that fill a sector, see memory.cuh.
 _NUM_SLOTS, _SUM_COPIES = 4, 4
 
@@ -97,8 +98,19 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             ring_rows=max(rings, default=PAGE_TOKENS),
             eps=number_arg(args, "eps"),
             scale=number_arg(args, "scale"),
+            schedule=schedule,
         )
+        for schedule in schedules()
     ]
+
+
+def schedules() -> list[tuple[int, ...]]:
+    """`SCHEDULE`, and every schedule that differs from it in one piece. Bits are the same."""
+    found: list[tuple[int, ...]] = [SCHEDULE]
+    for piece, earliest in enumerate(EARLIEST):
+        for point in range(earliest, POINTS):
+            found.append((*SCHEDULE[:piece], point, *SCHEDULE[piece + 1 :]))
+    return list(dict.fromkeys(found))
 
 
 def _dims(args: CallArgs) -> Dims:
@@ -123,6 +135,7 @@ def tactic(
     ring_rows: int,
     eps: float,
     scale: float,
+    schedule: tuple[int, ...] = SCHEDULE,
 ) -> Tactic:
     """The launch for one token.
 
@@ -133,6 +146,7 @@ def tactic(
         ring_rows: rows of a slot's ring in layers with a window.
         eps: of all norms.
         scale: of the scores.
+        schedule: points at which pieces of the next layer's weights are requested.
     """
     layers = len(windows)
     has_rope = [int(theta > 0) for theta in rope_thetas]
@@ -163,7 +177,7 @@ def tactic(
             Scratch("partial_sums", partials * _SUM_COPIES * 8, fill=0xFF),
             Scratch("slots_used", 4 * MULTIPROCESSORS, fill=0),
             Scratch("error", 4, fill=0),
-            Int32(sum(point << 4 * piece for piece, point in enumerate(SCHEDULE))),
+            Int32(sum(point << 4 * piece for piece, point in enumerate(schedule))),
             Float32(eps), Float32(scale),
         ),
     )  # fmt: skip
@@ -172,7 +186,7 @@ def tactic(
     values = rows * dims.hidden + mlp
     router = dims.experts * dims.hidden
     return Tactic(
-        name="persistent",
+        name="persistent_" + "".join(map(str, schedule)),
         kernels=(kernel,),
         bytes=layers * (values * dims.chunk_bytes // 4096 + 2 * router),
         flops=2 * layers * (values + router),

@@ -5,7 +5,7 @@ import torch
 from inkrt.plugins.tactic import CallArgs, Output, Pointer, Tactic, number_arg, tensor_arg
 from inkrt.plugins.w4a16.parts import is_supported, matrix_names
 from inkrt.plugins.w4a16.shapes import Dims
-from inkrt.plugins.w4a16.tactics import lm_head
+from inkrt.plugins.w4a16.tactics import head_depths, lm_head
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
@@ -43,6 +43,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             last_row=bool(args["last_row"]),
             norm=False,
             has_delta=False,
+            depth=depth,
             names=names,
         )
+        for depth in head_depths(dims)
     ]

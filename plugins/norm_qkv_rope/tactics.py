@@ -11,7 +11,7 @@ from inkrt.plugins.tactic import (
 )
 from inkrt.plugins.w4a16.parts import is_supported, matrix_names
 from inkrt.plugins.w4a16.shapes import HEAD, Dims
-from inkrt.plugins.w4a16.tactics import qkv
+from inkrt.plugins.w4a16.tactics import qkv, qkv_blocks
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
@@ -49,6 +49,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             rope_theta=theta if theta > 0 else None,
             ring_rows=0 if is_paged else cache.shape[1],
             has_delta=has_delta,
+            blocks=blocks,
             names=names,
         )
+        for blocks in qkv_blocks(dims, num_tokens)
     ]

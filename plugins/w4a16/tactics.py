@@ -46,7 +46,24 @@ from inkrt.plugins.w4a16.shapes import (
 __all__ = ["Names", "dense_gate_up", "dense_mlp", "embed", "linear", "lm_head", "moe", "qkv"]
 
 _HEAD_BLOCKS = 2 * MULTIPROCESSORS
-_QKV_TILES = 3
+_QKV_TILES = (3, 2, 4)  # row tiles of a block, best guess first
+
+
+def qkv_blocks(dims: Dims, num_tokens: int) -> list[int]:
+    """Numbers of blocks of `qkv`, best guess first. Bits do not depend on the choice."""
+    heads = dims.heads + 2 * dims.kv_heads
+    least, most = _least_and_most_qkv_blocks(heads, num_tokens)
+    first, *others = (_qkv_blocks(heads, tiles) for tiles in _QKV_TILES)
+    return list(dict.fromkeys([first, *(blocks for blocks in others if least <= blocks <= most)]))
+
+
+def _qkv_blocks(heads: int, tiles: int) -> int:
+    return min(MULTIPROCESSORS, -(-heads * HEAD // (16 * tiles)))
+
+
+def _least_and_most_qkv_blocks(heads: int, num_tokens: int) -> tuple[int, int]:
+    # A block has threads for eight tiles, which are one head.
+    return max(num_tokens, heads), min(MULTIPROCESSORS, heads * HEAD // 16)
 
 
 def qkv(
@@ -85,13 +102,12 @@ def qkv(
     require(ring_rows % PAGE == 0, "qkv", f"ring_rows={ring_rows}, expected a multiple of {PAGE}")
     heads = dims.heads + 2 * dims.kv_heads
     if blocks is None:
-        blocks = min(MULTIPROCESSORS, -(-heads * HEAD // (16 * _QKV_TILES)))
-    least = max(num_tokens, heads)  # a block has threads for eight tiles, which are one head
+        blocks = _qkv_blocks(heads, _QKV_TILES[0])
+    least, most = _least_and_most_qkv_blocks(heads, num_tokens)
     require(
-        least <= blocks <= min(MULTIPROCESSORS, heads * HEAD // 16),
+        least <= blocks <= most,
         "qkv",
-        f"{blocks} blocks for {heads} heads and T={num_tokens}, expected {least} to "
-        f"{min(MULTIPROCESSORS, heads * HEAD // 16)}",
+        f"{blocks} blocks for {heads} heads and T={num_tokens}, expected {least} to {most}",
     )
     defines: list[tuple[str, int | float | str]] = [
         ("HIDDEN", dims.hidden), ("HEADS", dims.heads), ("KV_HEADS", dims.kv_heads),
@@ -232,12 +248,13 @@ def lm_head(
     last_row: bool = False,
     norm: bool = True,
     has_delta: bool = True,
+    depth: int | None = None,
     names: Names | None = None,
 ) -> Tactic:
     """Final add and norm, the head, and (greedy) the token of the largest logit.
 
     With `sampled` the token is drawn as the step's inputs say, see `sample_tactics.sample`; those
-    may ask for the largest logit too.
+    may ask for the largest logit too. `depth` is one of `head_depths`, None for the first.
 
     Names: x, delta, norm_weight, codes, scales, global_scale; tokens (int32 [T]) and out (float32
     logits [T, vocab]) are outputs 0 and 1 by default. Without `norm`, x is the head's input;
@@ -245,7 +262,7 @@ def lm_head(
     """
     tactic = _stream(
         "w4a16_lm_head", dims, num_tokens, rows=dims.vocab, eps=eps, gated=False, logits=logits,
-        greedy=greedy, norm=norm, has_delta=has_delta,
+        greedy=greedy, norm=norm, has_delta=has_delta, depth=depth,
         names={"residual": Scratch("residual", num_tokens * dims.hidden * 2), **(names or {})},
     )  # fmt: skip
     if not greedy:
@@ -283,13 +300,21 @@ def embed(dims: Dims, num_tokens: int, *, names: Names | None = None) -> Tactic:
     return Tactic("gather", (kernel,), 4 * num_tokens * dims.hidden, 0)
 
 
+def head_depths(dims: Dims) -> tuple[int, ...]:
+    """Tiles of a warp of `lm_head` that are on their way at once, best guess first.
+
+    More would not fit the registers. Bits do not depend on the choice.
+    """
+    return (1,) if dims.bf16 else (2, 3, 1)
+
+
 def _stream(
     name: str, dims: Dims, num_tokens: int, *, rows: int, eps: float, gated: bool, logits: bool,
-    greedy: bool, norm: bool, has_delta: bool, names: Names | None,
+    greedy: bool, norm: bool, has_delta: bool, names: Names | None, depth: int | None = None,
 ) -> Tactic:  # fmt: skip
     check_tokens(name, num_tokens)
     check_width(name, "hidden", dims.hidden, MAX_NORM_WIDTH)
-    depth = 1 if dims.bf16 else 3 if gated else 2
+    depth = depth or (1 if dims.bf16 else 3 if gated else head_depths(dims)[0])
     tiles = -(-rows // 16)
     require(tiles >= num_tokens, name, f"{rows} rows, expected at least 16 for each token")
     blocks = min(tiles, _HEAD_BLOCKS)
@@ -317,7 +342,7 @@ def _stream(
     )  # fmt: skip
     out_bytes = rows if gated else 4 * rows * logits
     return tactic_of(
-        name,
+        name if gated else f"{name}_{depth}",
         dims,
         (kernel,),
         rows_by_k=rows * dims.hidden,

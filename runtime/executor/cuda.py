@@ -8,7 +8,6 @@ What is where on the device is `cuda_memory.DeviceMemory`.
 import ctypes
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,38 +130,6 @@ class CudaExecutor:
         )
         return host
 
-    def kernel_names(self, step: str) -> list[str]:
-        """Every kind of kernel of a step, as `operator/entry`, in order of first use."""
-        launches = self._plans[step].launches
-        names = [f"{launch.op}/{kernel.entry}" for launch in launches for kernel in launch.kernels]
-        return list(dict.fromkeys(names))
-
-    def time_step(
-        self, step: str, step_input: StepInput, num_runs: int, *, without: str | None = None
-    ) -> list[float]:
-        """GPU time in ms of `num_runs` replays of a step on the same inputs, back to back.
-
-        Args:
-            step: its name.
-            step_input: the same for every run.
-            num_runs: replays.
-            without: a kind of kernel that is left out, to price it by the difference; results are
-                then wrong.
-        """
-        driver, check = self._driver, self._check
-        self._send_inputs(step_input)
-        events = [check(driver.cuEventCreate(0)) for _ in range(num_runs + 1)]
-        plan = self._plans[step]
-        graph = self._graphs[step] if without is None else self._capture(plan, without=without)
-        check(driver.cuEventRecord(events[0], self._stream.handle))
-        for event in events[1:]:
-            graph.launch(self._stream)
-            check(driver.cuEventRecord(event, self._stream.handle))
-        self._synchronize()
-        return [
-            float(check(driver.cuEventElapsedTime(first, last))) for first, last in pairwise(events)
-        ]
-
     def plan(self, step: str) -> Plan:
         """The plan of a step."""
         return self._plans[step]
@@ -172,10 +139,6 @@ class CudaExecutor:
         """Name of the GPU."""
         return str(self._device.name)
 
-    def step_bytes(self, step: str) -> int:
-        """Least bytes that a step moves, without the keys and values of its context."""
-        return sum(launch.bytes for launch in self._plans[step].launches)
-
     def close(self) -> None:
         """Release all memory."""
         if self.memory.base:
@@ -183,16 +146,16 @@ class CudaExecutor:
             self._graphs.clear()
             self.memory.close()
 
-    def _capture(self, plan: Plan, *, advances: bool = False, without: str | None = None) -> Any:
-        """One graph of the kernels of a plan but one kind; with `advances`, it feeds itself."""
+    def _capture(self, plan: Plan, *, advances: bool = False, until: int | None = None) -> Any:
+        """One graph of a plan's first launches, or all; with `advances`, it feeds itself."""
         from cuda.core import LaunchConfig, launch
 
         builder = self._device.create_graph_builder()
         builder.begin_building()
-        for launch_of_plan in plan.launches:
+        for launch_of_plan in plan.launches[:until]:
             for kernel in launch_of_plan.kernels:
-                if f"{launch_of_plan.op}/{kernel.entry}" != without:
-                    self._add_kernel(builder, plan, kernel)
+                params = [self._param(plan, param) for param in kernel.params]
+                self._add_kernel(builder, kernel, params, pdl=kernel.pdl)
         if advances:
             inputs, offsets = self.memory.inputs, self.memory.input_offsets
             drawn = self.memory.address(plan.name, plan.tensors[plan.outputs["tokens"]])
@@ -212,7 +175,7 @@ class CudaExecutor:
         graph.upload(self._stream)
         return graph
 
-    def _add_kernel(self, builder: Any, plan: Plan, kernel: Kernel) -> None:
+    def _add_kernel(self, builder: Any, kernel: Kernel, params: list[Any], *, pdl: bool) -> None:
         from cuda.core import LaunchConfig, launch
 
         x, y, z = kernel.grid
@@ -223,7 +186,7 @@ class CudaExecutor:
             block=kernel.block,
             shmem_size=kernel.smem_bytes,
             is_cooperative=kernel.cooperative,
-            programmatic_stream_serialization=kernel.pdl,
+            programmatic_stream_serialization=pdl,
         )
         function = self._modules[kernel.cubin].get_kernel(kernel.entry)
         attribute = self._driver.CUfunction_attribute
@@ -239,7 +202,7 @@ class CudaExecutor:
                     name, value, function.handle, self._device.device_id
                 )
             )
-        launch(builder, config, function, *(self._param(plan, item) for item in kernel.params))
+        launch(builder, config, function, *params)
 
     def _param(self, plan: Plan, param: KernelParam) -> Any:
         if isinstance(param, TensorParam):

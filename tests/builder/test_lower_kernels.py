@@ -86,7 +86,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Build:
     def build_with(layout: str = "joined") -> tuple[dict[str, Plan], PackedWeights]:
         known = tactics(layout)
 
-        def choose_tactic(_node: Node, plugin: Plugin, _target: str) -> Tactic:
+        def choose_tactic(_node: Node, plugin: Plugin, *_: object) -> Tactic:
             return known.get(plugin.name, Tactic("none", (), 0, 0))
 
         monkeypatch.setattr("inkrt.builder.lower.choose_tactic", choose_tactic)

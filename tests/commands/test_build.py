@@ -93,3 +93,19 @@ def test_errors(checkpoint: Path, tmp_path: Path) -> None:
     assert missing.exit_code == 1
     assert missing.stderr.startswith("error: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_timing_cache_is_told_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    times.write_text('{"format": "ink-engine"}')
+    out = tmp_path / "engine"
+    result = invoke(checkpoint, "-o", out, "--target", "sm_90a", "--timing-cache", times)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        f"error: {times} is no timing cache (no format 'ink-timing-cache'); "
+        f"make one with: ink-bench ops ENGINE --tune --timing-cache {times}"
+    )
+    assert not out.exists()
+    result = invoke(checkpoint, "-o", out, *FLAGS, "--timing-cache", times)
+    assert result.exit_code == 1
+    assert "a timing cache is for GPU targets" in result.stderr.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import toy
@@ -10,6 +11,7 @@ from inkrt import LLM, SamplingParams
 from inkrt.errors import DeviceError
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling, StepInput
+from inkrt.runtime.executor.cuda_timing import Chain, Timer
 
 pytestmark = pytest.mark.gpu
 
@@ -146,6 +148,21 @@ def test_error_word_is_raised(engine, ahead):
 
 
 def test_steps_are_timed(engine):
-    times = engine.executor.time_step("decode", StepInput([1], 0, 0, [0], Sampling()), num_runs=20)
+    timer, step_input = Timer(engine.executor), StepInput([1], 0, 0, [0], Sampling())
+    times = timer.step("decode", step_input, 20)
     assert len(times) == 20
-    assert np.median(times) < 1
+    assert 0 < np.median(times) < 1000
+    first = np.median(timer.step("decode", step_input, 40, until=1))
+    assert 0 < first < 1.5 * np.median(times)
+
+
+def test_chains_are_timed(engine):
+    """With and without a flush a launch of the toy takes a few microseconds."""
+    plan = engine.executor.plan("decode")
+    one = msgspec.structs.replace(plan, launches=plan.launches[:1])
+    chains = [Chain(one, 20, flush=True), Chain(one, 20, flush=False)]
+    times = Timer(engine.executor).chains(
+        "decode", StepInput([1], 0, 0, [0], Sampling()), 0, chains, 50
+    )
+    assert [len(of_chain) for of_chain in times] == [51, 51]
+    assert all(0.5 < np.median(of_chain) < 50 for of_chain in times)

@@ -5,8 +5,8 @@ import torch
 from cubin import resources
 
 from inkrt.builder.compile import compile_cubin
-from inkrt.plugins.flint_layers.tactics import EARLIEST, SCHEDULE, find_tactics
-from inkrt.plugins.tactic import CallArgs, TensorArg
+from inkrt.plugins.flint_layers.tactics import EARLIEST, SCHEDULE, find_tactics, schedules
+from inkrt.plugins.tactic import CallArgs, Int32, TensorArg
 from inkrt.plugins.w4a16.shapes import Dims
 
 BF16 = torch.bfloat16
@@ -48,7 +48,7 @@ FLINT = [0, 513, 513, 513, 0]
 )
 def test_launches_compile_without_spills(experts: int, windows: list[int], stack: int) -> None:
     pytest.importorskip("cuda.core", reason="NVRTC needs cuda.core and nvidia-cuda-nvrtc")
-    (found,) = find_tactics("sm_90a", call(Dims(experts=experts), windows))
+    found = find_tactics("sm_90a", call(Dims(experts=experts), windows))[0]
     (kernel,) = found.kernels
     used = resources(compile_cubin(kernel.source, kernel.defines, "sm_90a"))
     assert used["stack"] <= stack
@@ -56,7 +56,7 @@ def test_launches_compile_without_spills(experts: int, windows: list[int], stack
 
 
 def test_bytes_are_those_of_all_weights_that_a_token_reads() -> None:
-    (found,) = find_tactics("sm_90a", call(Dims(), FLINT))
+    found = find_tactics("sm_90a", call(Dims(), FLINT))[0]
     # perf.md 1.1: 15.2 MB static and 10.6 MB routed a layer.
     assert found.bytes / len(FLINT) == pytest.approx(25.8e6, rel=0.01)
     assert {packing.arguments[0] for packing in found.packings} == {
@@ -95,5 +95,18 @@ def test_only_hopper_has_the_launch() -> None:
 
 
 def test_no_weights_are_requested_into_memory_that_is_in_use() -> None:
-    assert len(SCHEDULE) == len(EARLIEST)
-    assert all(first <= point <= 4 for first, point in zip(EARLIEST, SCHEDULE, strict=True))
+    for schedule in schedules():
+        assert len(schedule) == len(EARLIEST)
+        assert all(first <= point <= 4 for first, point in zip(EARLIEST, schedule, strict=True))
+
+
+def test_schedules_are_tactics_of_the_same_code() -> None:
+    found = find_tactics("sm_90a", call(Dims(), FLINT))
+    # From SCHEDULE, by the pieces' free points: 4 others for five pieces, then 3, 1 and 0.
+    assert len({tactic.name for tactic in found}) == len(found) == 1 + 5 * 4 + 3 + 1 + 0
+    assert found[0].name == "persistent_" + "".join(map(str, SCHEDULE))
+    assert len({(kernel.source, kernel.defines) for t in found for kernel in t.kernels}) == 1
+    words = [[p.value for p in t.kernels[0].params if isinstance(p, Int32)] for t in found]
+    for tactic, (word,) in zip(found, words, strict=True):
+        points = [word >> 4 * piece & 15 for piece in range(len(EARLIEST))]
+        assert tactic.name == "persistent_" + "".join(map(str, points))

@@ -210,8 +210,14 @@ def kernels(dims: Dims, tokens: int) -> list[KernelLaunch]:
         tactics.dense_mlp(dims, tokens, eps=1e-6),
         tactics.lm_head(dims, tokens, eps=1e-6, logits=True, greedy=True),
         tactics.lm_head(dims, tokens, eps=1e-6, logits=False, greedy=True, norm=False),
+        *(qkv(dims, tokens=tokens, blocks=blocks) for blocks in tactics.qkv_blocks(dims, tokens)),
+        *(
+            tactics.lm_head(dims, tokens, eps=1e-6, logits=True, greedy=True, depth=depth)
+            for depth in tactics.head_depths(dims)
+        ),
     ]
-    return [kernel for tactic in found for kernel in tactic.kernels]
+    every = [kernel for tactic in found for kernel in tactic.kernels]
+    return list({(kernel.source, kernel.defines): kernel for kernel in every}.values())
 
 
 def compile_verbosely(kernel: KernelLaunch) -> str:

@@ -1,51 +1,24 @@
-"""Times of the w4a16 kernels: each in a chain of its own, and the decode step's chain of layers.
+"""The decode step's chain of w4a16 kernels over layers with weights of their own, for checks.
 
-Weights are random codes made on the GPU, distinct for every layer (22.9 GB at Flint's size), so the
-L2 cache never helps. Attention is a stand-in (attention_standin.cu).
+Weights are random codes made on the GPU. Attention is a stand-in (attention_standin.cu).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from w4a16_backend import Buffer, bind, empty
-from w4a16_gpu import Gpu, time_graph
+from w4a16_gpu import Gpu
 
 from inkrt.plugins.tactic import Int32, KernelLaunch, Output, Pointer, Tactic
 from inkrt.plugins.w4a16 import tactics
 from inkrt.plugins.w4a16.shapes import Dims
 
-BYTES_PER_US = 4.55e6
 RING = 1024
 EPS, THETA = 1e-6, 10000.0
-DEPTHS = (None, 2, 3)
-KERNELS_OF_LAYER = ("qkv", "standin", "linear", "router", "gate_up", "down", "experts")
-Record = dict[str, str | int | float]
-Launches = list[tuple[str, Callable[[], None]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A choice among the kernels' variants.
-
-    Attributes:
-        blocks: of qkv, None for the tactic's choice.
-        depth: of gate_up, None for the tactic's choice.
-    """
-
-    blocks: int | None = None
-    depth: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> "Variant":
-        """From `blocks/depth`; `-` is the tactic's choice."""
-        blocks, _, rest = text.partition("/")
-        return cls(*(None if word == "-" else int(word) for word in (blocks, rest)))
-
-    def __str__(self) -> str:
-        return f"{self.blocks or '-'}/{self.depth or '-'}"
+Launches = list[Callable[[], None]]
 
 
 @dataclass(slots=True)
@@ -86,7 +59,6 @@ class Model:
         scale = {
             "qkv_scale": d.hidden, "shared_gate_up_scale": d.hidden, "o_scale": d.heads * 128,
             "shared_down_scale": d.shared_width, "head_scale": d.hidden,
-            "dense_scale": d.dense_width,
         }  # fmt: skip
         for name, width in scale.items():
             self.shared[name] = self._floats([unit * width**-0.5])
@@ -130,19 +102,17 @@ class Chain:
     Attributes:
         model: weights.
         tokens: T.
-        variant: of the kernels.
     """
 
     model: Model
     tokens: int
-    variant: Variant = Variant()
     scratch: dict[str, Buffer] = field(default_factory=dict)
 
     def _launches(
         self, tactic: Tactic, arguments: dict[str, Buffer], outputs: list[Buffer]
     ) -> Launches:
         bound = bind(self.model.gpu, tactic, arguments, outputs, self.scratch)
-        return [(b.kernel.entry, self.model.gpu.prepare(b.kernel, b.values)) for b in bound]
+        return [self.model.gpu.prepare(b.kernel, b.values) for b in bound]
 
     def qkv(self, layer: int) -> Launches:
         """Reads residual_a and delta_b, writes residual_b."""
@@ -153,9 +123,8 @@ class Chain:
             "where": s["slot"], "position": s["position"], "num_tokens": s["num_tokens"],
         }  # fmt: skip
         tactic = tactics.qkv(
-            self.model.dims, self.tokens, eps=EPS, rope_theta=THETA, ring_rows=RING,
-            blocks=self.variant.blocks,
-        )  # fmt: skip
+            self.model.dims, self.tokens, eps=EPS, rope_theta=THETA, ring_rows=RING
+        )
         return self._launches(tactic, arguments, [s["q"], s["residual_b"]])
 
     def standin(self, layer: int) -> Launches:
@@ -175,18 +144,8 @@ class Chain:
     def moe(self, layer: int) -> Launches:
         """Reads residual_b and delta_a, writes residual_a and delta_b."""
         s, own = self.model.shared, self.model.layers[layer]
-        tactic = tactics.moe(self.model.dims, self.tokens, eps=EPS, depth=self.variant.depth)
+        tactic = tactics.moe(self.model.dims, self.tokens, eps=EPS)
         arguments = {**s, **own, "x": s["residual_b"], "delta": s["delta_a"]}
-        return self._launches(tactic, arguments, [s["delta_b"], s["residual_a"]])
-
-    def dense(self, layer: int) -> Launches:
-        """A dense MLP with weights from the layer's experts."""
-        s, own = self.model.shared, self.model.layers[layer]
-        tactic = tactics.dense_mlp(self.model.dims, self.tokens, eps=EPS)
-        arguments = {
-            **own, "x": s["residual_b"], "delta": s["delta_a"], "gate_up_scale": s["qkv_scale"],
-            "down_scale": s["dense_scale"],
-        }  # fmt: skip
         return self._launches(tactic, arguments, [s["delta_b"], s["residual_a"]])
 
     def head(self, *, logits: bool = False) -> Launches:
@@ -205,11 +164,8 @@ class Chain:
 
     def step(self, layers: int, *, logits: bool = False) -> Launches:
         """Layers and head."""
-        return [*self.layers(range(layers)), *self.head(logits=logits)]
-
-    def layers(self, which: Iterable[int]) -> Launches:
-        """The kernels of several layers."""
-        return [launch for i in which for launch in self.layer(i)]
+        launches = [launch for layer in range(layers) for launch in self.layer(layer)]
+        return [*launches, *self.head(logits=logits)]
 
 
 def standin_tactic(dims: Dims, tokens: int) -> Tactic:
@@ -225,83 +181,16 @@ def standin_tactic(dims: Dims, tokens: int) -> Tactic:
     return Tactic("standin", (kernel,), 2**20, 0)
 
 
-def _time(launches: Launches) -> float:
-    def body() -> None:
-        for _, launch in launches:
-            launch()
-
-    return time_graph(body)
-
-
-def _record(kernel: str, shape: str, tokens: int, us: float, num_bytes: float) -> Record:
-    floor = num_bytes / BYTES_PER_US
-    return {
-        "kernel": kernel, "shape": shape, "T": tokens, "us": round(us, 3), "bytes": int(num_bytes),
-        "floor_us": round(floor, 3), "fraction": round(floor / us, 3),
-    }  # fmt: skip
-
-
-def kernel_times(model: Model, tokens: int) -> Iterable[Record]:
-    """Each kernel (the MoE block as one) in a chain of its own."""
-    d, count = model.dims, min(40, model.num_layers)
-    layers = range(count)
-    chain = Chain(model, tokens)
-
-    def per(launches: Launches, number: int) -> float:
-        return _time(launches) / number
-
-    rows = (d.heads + 2 * d.kv_heads) * 128
-    for blocks in (80, 107, 132):
-        tactic = tactics.qkv(d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, blocks=blocks)
-        other = Chain(model, tokens, Variant(blocks))
-        us = per([x for i in layers for x in other.qkv(i)], count)
-        yield _record(f"qkv {blocks} blocks", f"{rows}x{d.hidden}", tokens, us, tactic.bytes)
-    o = tactics.linear(d, tokens, rows=d.hidden, width=d.heads * 128)
-    us = per([x for i in layers for x in chain.o(i)], count)
-    yield _record("o", f"{d.hidden}x{d.heads * 128}", tokens, us, o.bytes)
-    moe = tactics.moe(d, tokens, eps=EPS)
-    us = per([x for i in layers for x in chain.moe(i)], count)
-    yield _record("moe", f"{d.experts}x{d.width}", tokens, us, moe.bytes)
-    for depth in DEPTHS if tokens == 1 and not d.bf16 else ():
-        other = Chain(model, tokens, Variant(depth=depth))
-        only = [x for i in layers for x in other.moe(i) if x[0] == "gate_up"]
-        yield _record(f"gate_up alone, depth {depth or 'default'}", "", tokens, per(only, count), 0)
-    for name in ("router", *(("gate_up", "down") if tokens == 1 else ("experts",))):
-        only = [x for i in layers for x in chain.moe(i) if x[0] == name]
-        yield _record(f"{name} alone", "", tokens, per(only, count), 0)
-    dense = tactics.dense_mlp(d, tokens, eps=EPS)
-    us = per([x for i in layers for x in chain.dense(i)], count)
-    yield _record("dense mlp", f"{d.dense_width}", tokens, us, dense.bytes)
-    for logits in (False, True):
-        head = tactics.lm_head(d, tokens, eps=EPS, logits=logits, greedy=True)
-        us = per([x for _ in range(6) for x in chain.head(logits=logits)], 6)
-        name = "lm_head + logits" if logits else "lm_head"
-        yield _record(name, f"{d.vocab}x{d.hidden}", tokens, us, head.bytes)
-
-
-def step_times(model: Model, tokens: int, variant: Variant, *, price: bool) -> Iterable[Record]:
-    """The whole chain; with `price` also without each kernel of a layer in turn."""
-    d, number = model.dims, model.num_layers
-    chain = Chain(model, tokens, variant)
-    parts = (
-        tactics.qkv(d, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING, blocks=variant.blocks),
-        standin_tactic(d, tokens),
-        tactics.linear(d, tokens, rows=d.hidden, width=d.heads * 128),
-        tactics.moe(d, tokens, eps=EPS),
-    )
-    layer_bytes = sum(part.bytes for part in parts)
-    head_bytes = tactics.lm_head(d, tokens, eps=EPS, logits=False, greedy=True).bytes
-    layers = chain.layers(range(number))
-    us = _time(layers)
-    shape = f"{number} layers, {variant}"
-    yield _record("layer", shape, tokens, us / number, layer_bytes)
-    step = _time([*layers, *chain.head()])
-    yield _record("step", shape, tokens, step, layer_bytes * number + head_bytes)
-    if price:
-        present = {launch[0] for launch in layers}
-        for name in (name for name in KERNELS_OF_LAYER if name in present):
-            without = _time([launch for launch in layers if launch[0] != name])
-            yield {
-                "kernel": f"layer without {name}", "shape": shape, "T": tokens,
-                "us": round(without / number, 3), "price_us": round((us - without) / number, 3),
-            }  # fmt: skip
+def chain_tactics(dims: Dims) -> list[Tactic]:
+    """What a chain launches."""
+    return [
+        tactic
+        for tokens in (1, 2)
+        for tactic in (
+            tactics.qkv(dims, tokens, eps=EPS, rope_theta=THETA, ring_rows=RING),
+            standin_tactic(dims, tokens),
+            tactics.linear(dims, tokens, rows=dims.hidden, width=dims.heads * 128),
+            tactics.moe(dims, tokens, eps=EPS),
+            tactics.lm_head(dims, tokens, eps=EPS, logits=True, greedy=True),
+        )
+    ]
