@@ -206,7 +206,7 @@ def kernels(dims: Dims, tokens: int) -> list[KernelLaunch]:
         tactics.qkv(dims, tokens, eps=1e-6, rope_theta=None, ring_rows=576, has_delta=False),
         tactics.linear(dims, tokens, rows=dims.hidden, width=dims.heads * 128),
         tactics.moe(dims, tokens, eps=1e-6),
-        tactics.moe(dims, tokens, eps=1e-6, has_delta=False, warps=8),
+        tactics.moe(dims, tokens, eps=1e-6, has_delta=False),
         tactics.dense_mlp(dims, tokens, eps=1e-6),
         tactics.lm_head(dims, tokens, eps=1e-6, logits=True, greedy=True),
         tactics.lm_head(dims, tokens, eps=1e-6, logits=False, greedy=True, norm=False),

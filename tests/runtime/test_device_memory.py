@@ -33,8 +33,10 @@ class Host:
         self.driver = SimpleNamespace(
             cuMemGetInfo=lambda: (0, free, free),
             cuMemAlloc=self.allocate,
-            cuMemsetD8=lambda target, value, size: self.done(ctypes.memset(target, value, size)),
-            cuMemcpyHtoD=lambda target, source, size: self.done(
+            cuMemsetD8Async=lambda target, value, size, _: self.done(
+                ctypes.memset(target, value, size)
+            ),
+            cuMemcpyHtoDAsync=lambda target, source, size, _: self.done(
                 ctypes.memmove(target, source, size)
             ),
             cuMemcpyDtoDAsync=None,

@@ -178,6 +178,10 @@ static inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* bar
   std::get<2>(emu::current->block->mbarriers.at(bar)) -= num_bytes;
   emu_complete(emu::current->block, bar);
 }
+static inline void bulk_load_once(void* to, const void* from, u32 num_bytes, u64* bar) {
+  bulk_load(to, from, num_bytes, bar);
+}
+static inline void bulk_prefetch(const void*, u32) {}
 static inline void cluster_arrive() {
   emu::Cluster* c = emu::current->block->cluster;
   emu::current->cluster_phase = c->barrier.phase;
