@@ -19,6 +19,7 @@ from inkrt.plugins.tactic import (
     Packing,
     Param,
     Scratch,
+    StepInput,
     Table,
     Tactic,
     TensorArg,
@@ -65,6 +66,7 @@ class Memory(Protocol):
     """What a lowering gives to allocate from."""
 
     specs: list[TensorSpec]
+    inputs: dict[str, int]
 
     def add_temporary(self, name: str, num_bytes: int) -> int:
         """A uint8 tensor for this launch alone; gives its index."""
@@ -114,6 +116,8 @@ class KernelLowering:
                 return FloatParam(param.value)
             if isinstance(param, Output):
                 return TensorParam(outputs[param.index])
+            if isinstance(param, StepInput):
+                return TensorParam(self._memory.inputs[param.name])
             if isinstance(param, Scratch):
                 if param.name not in scratch:
                     scratch[param.name] = self._scratch(param)

@@ -19,6 +19,7 @@ from inkrt.plugins.tactic import (
     Param,
     Pointer,
     Scratch,
+    StepInput,
     Tactic,
 )
 
@@ -76,7 +77,10 @@ def empty(backend: Backend, num_bytes: int, fill: int = POISON) -> Buffer:
 
 
 # Arguments that an earlier kernel of a step writes. `down` reads the logits early, see gate_up.cu.
-_LATE = {"x", "delta", "z", "middle", "hidden", "shared_hidden", "best", "row"}
+_LATE = {
+    "x", "delta", "z", "middle", "hidden", "shared_hidden", "best", "row", "angles", "counts",
+    "lists", "pair_weights", "y",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ def bind(
             return outputs[param.index]
         if isinstance(param, Pointer):
             return arguments[param.argument]
+        if isinstance(param, StepInput):
+            return arguments[param.name]
         if param.name not in scratch:
             fill = POISON if param.fill is None else param.fill
             scratch[param.name] = empty(backend, param.num_bytes, fill)

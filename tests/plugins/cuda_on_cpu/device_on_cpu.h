@@ -96,9 +96,32 @@ static inline u32 load_arrivals(const u32* p) {
 static inline void copy_async4(void* to, const void* from) {
   emu::current->copies.push_back({to, from, 4});
 }
+static inline void emu_land(size_t count) {
+  auto& copies = emu::current->copies;
+  for (size_t i = 0; i < count; i++) memcpy(copies[i].to, copies[i].from, copies[i].bytes);
+  copies.erase(copies.begin(), copies.begin() + count);
+}
 static inline void copy_async_wait() {
-  for (auto& c : emu::current->copies) memcpy(c.to, c.from, c.bytes);
-  emu::current->copies.clear();
+  emu_land(emu::current->copies.size());
+  emu::current->groups.clear();
+}
+static inline void copy_async16(void* to, const void* from) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) emu::fail("misaligned copy");
+  emu::current->copies.push_back({to, from, 16});
+}
+static inline void copy_async_commit() {
+  auto& groups = emu::current->groups;
+  size_t before = 0;
+  for (size_t size : groups) before += size;
+  groups.push_back(emu::current->copies.size() - before);
+}
+template <int N>
+void copy_async_wait_but() {
+  auto& groups = emu::current->groups;
+  while (groups.size() > N) {
+    emu_land(groups.front());
+    groups.erase(groups.begin());
+  }
 }
 static inline unsigned char* dynamic_smem() {
   return emu::current->block->smem;
@@ -134,6 +157,25 @@ static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     }
     c[i] += sum;
   }
+}
+// Lane l gives row l % 8 of matrix l / 8.
+static inline void emu_matrices(u32 (&r)[4], const void* row, bool transposed) {
+  if ((uintptr_t)row % 16) emu::fail("misaligned matrix row");
+  const u64 mine = (u64)(uintptr_t)row;
+  auto all = emu::exchange(&mine, 1);
+  const int lane = emu::current->index.x % 32, g = lane / 4, t = lane % 4;
+  for (int m = 0; m < 4; m++) {
+    auto element = [&](int i, int j) { return (u32)((const bf16*)all[8 * m + i][0])[j]; };
+    r[m] = transposed ? element(2 * t, g) | element(2 * t + 1, g) << 16
+                      : element(g, 2 * t) | element(g, 2 * t + 1) << 16;
+  }
+  emu::exchange(&mine, 1);  // all have read before one goes on
+}
+static inline void load_matrices(u32 (&r)[4], const void* row) {
+  emu_matrices(r, row, false);
+}
+static inline void load_matrices_transposed(u32 (&r)[4], const void* row) {
+  emu_matrices(r, row, true);
 }
 #define INK_SPIN_LIMIT (1u << 20)
 enum ErrorCode { ERROR_NONE = 0, ERROR_MBARRIER = 1, ERROR_SENTINEL = 2 };
