@@ -280,6 +280,11 @@ INK_DEVICE void bulk_load_once(void* to_smem, const void* from, u32 num_bytes, u
       : "memory");
 }
 
+// Orders this thread's writes to shared memory with bulk copies and wgmma that follow.
+INK_DEVICE void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // ---- clusters ----
 // arrive publishes this thread's writes to the cluster; wait returns when all threads of the
 // cluster have arrived.

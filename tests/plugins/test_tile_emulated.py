@@ -23,7 +23,7 @@ TINY = Dims(
 )  # fmt: skip
 # More steps than stages, and more stages than steps.
 MIDDLE = Dims(
-    hidden=1024, heads=3, kv_heads=3, experts=16, top_k=3, width=512, shared_width=512,
+    hidden=1024, heads=4, kv_heads=2, experts=16, top_k=3, width=512, shared_width=512,
     dense_width=768, vocab=300,
 )  # fmt: skip
 

@@ -305,6 +305,9 @@ static inline u32 __float_as_uint(float v) {
   memcpy(&r, &v, 4);
   return r;
 }
+static inline float __int_as_float(int v) {
+  return emu::as<float>((u32)v);
+}
 static inline float __fmul_rn(float a, float b) {
   return a * b;
 }

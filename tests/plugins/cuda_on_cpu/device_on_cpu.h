@@ -210,6 +210,7 @@ static inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* bar
   std::get<2>(emu::current->block->mbarriers.at(bar)) -= num_bytes;
   emu_complete(emu::current->block, bar);
 }
+static inline void fence_async() {}
 static inline void cluster_arrive() {
   emu::Cluster* c = emu::current->block->cluster;
   emu::current->cluster_phase = c->barrier.phase;
