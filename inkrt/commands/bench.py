@@ -24,7 +24,9 @@ def engine(
     folder: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine folder for a GPU.")],
     *,
     contexts: Annotated[str, typer.Option(help="Context lengths, with commas.")] = "1024,8192",
-    steps: Annotated[str, typer.Option(help="Steps; default: all of the engine.")] = "",
+    steps: Annotated[
+        str, typer.Option(help="Steps, also by kind (prefill); default: all of the engine.")
+    ] = "",
     runs: Annotated[int, typer.Option(help="Graph replays per figure.")] = 60,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also time each step without each kind of kernel.")
@@ -49,7 +51,7 @@ def engine(
             _measure(executor, config, step, context, runs, profile=profile)
             for step in config.steps
             for context in _numbers(contexts)
-            if step.name in wanted and context + step.num_tokens <= config.max_seq_len
+            if {step.name, step.name.rstrip("0123456789")} & {*wanted} and context + step.num_tokens <= config.max_seq_len
         ]
         device = executor.device_name
     if as_json is not None:
@@ -110,8 +112,8 @@ def _numbers(text: str) -> list[int]:
         values = [int(item) for item in text.split(",")]
     except ValueError:
         values = []
-    if not values or min(values) < 1:
-        raise ConfigError(f"--contexts takes positive integers with commas, got {text!r}")
+    if not values or min(values) < 0:
+        raise ConfigError(f"--contexts takes numbers from 0 with commas, got {text!r}")
     return values
 
 

@@ -225,7 +225,8 @@ def router(dims: Dims, num_tokens: int, *, eps: float, has_delta: bool, names: N
         "w4a16_tile_router",
         (_norm(dims, num_tokens, eps=eps, has_delta=has_delta, names=names), logits, shared),
         2 * dims.experts * dims.hidden
-        + 2 * dims.shared_width * dims.hidden * dims.chunk_bytes // 4096,
+        + 2 * dims.shared_width * dims.hidden * dims.chunk_bytes // 4096
+        + num_tokens * (8 * dims.hidden + 2 * dims.experts + 2 * dims.shared_width),
         2 * num_tokens * size,
         packings_of(dims, names, ("shared_gate_up_codes", "shared_gate_up_scales", "gated")),
     )
