@@ -110,10 +110,8 @@ class KernelLowering:
             return packed[name] if name in packed else _tensors(name, args[name])
 
         def lower_param(param: Param) -> KernelParam:
-            if isinstance(param, Int32):
-                return IntParam(param.value)
-            if isinstance(param, Float32):
-                return FloatParam(param.value)
+            if isinstance(param, Int32 | Float32):
+                return _number(param)
             if isinstance(param, Output):
                 return TensorParam(outputs[param.index])
             if isinstance(param, StepInput):
@@ -171,6 +169,10 @@ class KernelLowering:
                 packing.name, storages[0], packing.num_bytes(shapes)
             )
         return self._packed_index[storages[0]]
+
+
+def _number(param: Int32 | Float32) -> KernelParam:
+    return IntParam(param.value) if isinstance(param, Int32) else FloatParam(param.value)
 
 
 def _tensors(name: str, argument: Argument) -> tuple[int, ...]:

@@ -51,7 +51,8 @@ def engine(
             _measure(executor, config, step, context, runs, profile=profile)
             for step in config.steps
             for context in _numbers(contexts)
-            if {step.name, step.name.rstrip("0123456789")} & {*wanted} and context + step.num_tokens <= config.max_seq_len
+            if {step.name, step.name.rstrip("0123456789")} & {*wanted}
+            and context + step.num_tokens <= config.max_seq_len
         ]
         device = executor.device_name
     if as_json is not None:

@@ -29,7 +29,6 @@ from inkrt.plugins.tactic import Pointer, Tactic
 from inkrt.plugins.w4a16 import parts, tactics
 
 
-
 @dataclass(slots=True)
 class TileChecks(Checks):
     """Runs the checks; `widths` are the numbers of real tokens, the largest last.
@@ -79,8 +78,7 @@ class TileChecks(Checks):
             after(count, scratch)
         for count, rows in zip(counts[:-1], kept[:-1], strict=True):
             same = all(
-                np.array_equal(row, last[:count])
-                for row, last in zip(rows, kept[-1], strict=True)
+                np.array_equal(row, last[:count]) for row, last in zip(rows, kept[-1], strict=True)
             )
             self.report(f"{name} rows of {count} tokens equal those of {counts[-1]}", same, "")
         return kept[-1]
@@ -228,9 +226,7 @@ class TileChecks(Checks):
         down = self._matrix(d.hidden, d.dense_width)
         arguments = self._upload(x=x, delta=delta, norm_weight=norm, gate_up=up, down=down)
         tactic = tactics.dense_mlp(self.dims, self.chunk, eps=EPS, has_delta=has_delta)
-        out, residual = self._counts(
-            "tile dense", tactic, arguments, [d.hidden * 2, d.hidden * 2]
-        )
+        out, residual = self._counts("tile dense", tactic, arguments, [d.hidden * 2, d.hidden * 2])
         expected, z = add_norm(x[:count], delta[:count] if has_delta else None, norm, EPS)
         self._equal("tile dense residual", residual.view(np.uint16), expected)
         middle = gated(rounded(product(z, up)))

@@ -2,11 +2,13 @@
 
 Three kernels: attention.cu on wgmma for steps of up to eight tokens, head dim 128 and up to eight q
 heads per kv head; attention_tile.cu for wider steps of head dim 128; and attention_simple.cu for
-every other shape that plugins.kv_layout can store, and for other GPUs' narrow steps. All expect the step's own rows in the cache and use the layout of plugins.kv_layout.
+every other shape that plugins.kv_layout can store, and for other GPUs' narrow steps. All expect the
+step's own rows in the cache and use the layout of plugins.kv_layout.
 
 A token's bits follow from its position and from how keys are split, so candidates for one call
 differ only in what leaves bits alone (the group of tokens of a block, stages), and the split does
 not depend on T. Steps of one engine may therefore choose tactics independently, but not kernels.
+The tiled kernel's rows are near to those of the others, not equal.
 """
 
 from dataclasses import dataclass
@@ -132,7 +134,9 @@ def sink_attention_tactics(target: str, args: CallArgs) -> list[Tactic]:
         args: of the call, by parameter name.
 
     Returns:
-        An empty list where no kernel of this folder fits: other targets, dtypes other than bfloat16, caches that are not made of whole pages of 64 tokens or rings that cannot hold the window and the step.
+        An empty list where no kernel of this folder fits: other targets, dtypes other than
+        bfloat16, caches that are not made of whole pages of 64 tokens, or rings that cannot hold
+        the window and the step.
     """
     call = read_call(args)
     if target not in GPU_TARGETS or call is None:

@@ -140,7 +140,7 @@ def qkv(
             {"z": z, "angles": angles, "q": Output(0), "eps": Float32(eps)},
         ),
     )  # fmt: skip
-    own = {"z": z, "angles": angles, "residual": Output(1)}
+    own: dict[str, Param] = {"z": z, "angles": angles, "residual": Output(1)}
     first = _norm(
         dims, num_tokens, eps=eps, rope_theta=rope_theta, has_delta=has_delta,
         names={**own, **(names or {})},
@@ -156,9 +156,7 @@ def qkv(
     )
 
 
-def dense_mlp(
-    dims: Dims, num_tokens: int, *, eps: float, has_delta: bool, names: Names
-) -> Tactic:
+def dense_mlp(dims: Dims, num_tokens: int, *, eps: float, has_delta: bool, names: Names) -> Tactic:
     """As `tactics.dense_mlp`, with all names given."""
     z = Scratch("z", 2 * num_tokens * dims.hidden)
     middle = Scratch("middle", 2 * num_tokens * dims.dense_width)

@@ -1,4 +1,4 @@
-"""The tiled w4a16 kernels without a GPU: which steps take them, their resources, shared packings."""
+"""The tiled w4a16 kernels without a GPU: their resources, weights that all widths share, errors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
