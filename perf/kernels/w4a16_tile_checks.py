@@ -13,7 +13,6 @@ from w4a16_backend import Buffer, empty, run
 from w4a16_cases import EPS, THETA
 from w4a16_checks import SLOT, SLOTS, Checks, cache_rows
 from w4a16_oracle import (
-    Floats,
     add_norm,
     from_bits,
     gated,
@@ -202,16 +201,12 @@ class TileChecks(Checks):
         hidden = hidden.reshape(self.chunk, d.top_k, d.width)[:count]
         chosen, weights = route(logits[:count], d.top_k)
         x, expected = from_bits(z[:count]), np.empty_like(hidden)
-        routed: Floats = np.zeros((count, d.hidden))
+        y = np.empty((count, d.top_k, d.hidden))
         for expert in np.unique(chosen):
             tokens, ranks = np.nonzero(chosen == expert)
             expected[tokens, ranks] = gated(product(x[tokens], up, int(expert)))
-        for rank in range(d.top_k):
-            y = np.empty((count, d.hidden))
-            for expert in np.unique(chosen[:, rank]):
-                tokens = np.nonzero(chosen[:, rank] == expert)[0]
-                y[tokens] = rounded(product(hidden[tokens, rank], down, int(expert)))
-            routed += weights[:, rank, None] * y
+            y[tokens, ranks] = rounded(product(hidden[tokens, ranks], down, int(expert)))
+        routed = (weights[:, :, None] * y).sum(axis=1)
         self._close(f"{name} hidden", hidden, expected, 4e-3)
         shared = rounded(product(from_bits(shared_hidden[:count]), shared_down))
         got = from_bits(out.view(np.uint16))

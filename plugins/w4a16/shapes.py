@@ -195,9 +195,10 @@ def tiled_bytes(
         row_major: a bf16 matrix that is not packed.
         lists: of a number for each token.
     """
-    row_bytes = 2 * (256 + 8)
+    step_k = 128 if dims.bf16 or row_major else 256
+    row_bytes = 2 * (step_k + 8)
     tokens = 8 * token_tiles
-    step = 16 * row_bytes if row_major else dims.chunk_bytes
+    step = 16 * row_bytes if row_major else dims.chunk_bytes * step_k // 256
     stage = struct_bytes((4 * warp_tiles * step, 128), (tokens * row_bytes, 16))
     out = struct_bytes((tokens * (out_rows + 8) * 2, 16))
     size = struct_bytes((max(stages * stage, out), 128), (lists * tokens * 4, 4))

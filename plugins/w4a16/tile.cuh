@@ -2,7 +2,7 @@
 // chunks.
 //
 // A block of four warps makes BLOCK_ROWS rows of y = x W^T for up to BLOCK_TOKENS tokens. It walks
-// K in steps of one chunk, STAGES - 1 of which are on their way to shared memory. A warp turns its
+// K in steps of a chunk (bf16: half of one), STAGES - 1 of which are on their way to shared memory. A warp turns its
 // WARP_TILES row tiles of a step into A operands in registers once and multiplies them with all
 // tokens, TOKEN_TILES tiles of eight. Each token is a column of its own, so its bits depend neither
 // on which tokens stand beside it nor on where the block begins; they differ from those of the
@@ -17,11 +17,13 @@
 #define ROW_MAJOR 0
 #endif
 
-constexpr int WARPS = 4, THREADS = WARPS * 32, STEP_K = 256, STEP_VECTORS = STEP_K / VECTOR_K;
+constexpr int WARPS = 4, THREADS = WARPS * 32;
+constexpr int STEP_K = WEIGHTS ? 128 : 256, STEP_VECTORS = STEP_K / VECTOR_K;
+constexpr int ROW_PIECES = STEP_K / 8;  // of 16 bytes
 constexpr int BLOCK_TILES = WARPS * WARP_TILES, BLOCK_ROWS = BLOCK_TILES * 16;
 constexpr int BLOCK_TOKENS = TOKEN_TILES * 8;
 constexpr int ROW_STRIDE = STEP_K + 8;  // values of a row in shared memory: no bank conflicts
-constexpr int STEP_BYTES = ROW_MAJOR ? 16 * ROW_STRIDE * 2 : CHUNK_BYTES;  // of a row tile
+constexpr int STEP_BYTES = ROW_MAJOR ? 16 * ROW_STRIDE * 2 : CHUNK_BYTES / 256 * STEP_K;  // a tile's
 static_assert(!ROW_MAJOR || WEIGHTS, "a matrix that is not packed is bf16");
 
 struct Stage {
@@ -109,7 +111,7 @@ INK_DEVICE void multiply_step(Sums& c, const Stage& stage, int tiles) {
 template <int NUM_ROWS, int K>
 struct Product {
   static constexpr int STEPS = K / STEP_K, NUM_TILES = (NUM_ROWS + 15) / 16;
-  static_assert(K % STEP_K == 0, "whole chunks");
+  static_assert(K % 256 == 0, "whole chunks");
   const u8* matrix;
   int first_tile;
 
@@ -119,28 +121,29 @@ struct Product {
     for (int r = 0; r < WARP_TILES; r++) {
       const int i = warp * WARP_TILES + r;
       const int tile = min(first_tile + i, NUM_TILES - 1);  // what is past the end is not stored
-      u8* to = stage.weights + i * STEP_BYTES + lane * 16;
+      u8* to = stage.weights + i * STEP_BYTES;
 #if ROW_MAJOR
-      for (int row = 0; row < 16; row++)
-        copy_async16(to + row * ROW_STRIDE * 2,
-                     matrix + ((size_t)min(tile * 16 + row, NUM_ROWS - 1) * K + step * STEP_K) * 2 +
-                         lane * 16);
+      for (int p = lane; p < 16 * ROW_PIECES; p += 32) {
+        const int row = p / ROW_PIECES, k = p % ROW_PIECES * 8;
+        const bf16* from = (const bf16*)matrix + (size_t)min(tile * 16 + row, NUM_ROWS - 1) * K;
+        copy_async16(to + (row * ROW_STRIDE + k) * 2, from + step * STEP_K + k);
+      }
 #else
-      const u8* from = matrix + (size_t)tile * tile_bytes(K) + step * CHUNK_BYTES + lane * 16;
+      const u8* from = matrix + (size_t)tile * tile_bytes(K) + step * STEP_BYTES;
 #pragma unroll
-      for (int at = 0; at < CHUNK_BYTES; at += 512)
-        if (at + lane * 16 < CHUNK_BYTES) copy_async16(to + at, from + at);
+      for (int at = lane * 16; at < STEP_BYTES; at += 512) copy_async16(to + at, from + at);
 #endif
     }
   }
   // rows: of x, of each of the block's tokens; below 0 for none.
   INK_DEVICE void load_x(Stage& stage, const bf16* x, const int* rows, int step) const {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll
-    for (int i = warp; i < BLOCK_TOKENS; i += WARPS)
-      if (rows[i] >= 0)
-        copy_async16(stage.x + i * ROW_STRIDE + lane * 8,
-                     x + (size_t)rows[i] * K + step * STEP_K + lane * 8);
+    for (int p = threadIdx.x; p < BLOCK_TOKENS * ROW_PIECES; p += THREADS) {
+      const int token = p / ROW_PIECES, k = p % ROW_PIECES * 8;
+      if (rows[token] >= 0)
+        copy_async16(stage.x + token * ROW_STRIDE + k,
+                     x + (size_t)rows[token] * K + step * STEP_K + k);
+    }
   }
   // The first weights, which may be requested before the wait.
   INK_DEVICE void start(Stage* stages) const {

@@ -76,10 +76,8 @@ class Tile:
         ]  # fmt: skip
 
 
-# Stages: two blocks fit a multiprocessor, with a bf16 tile one.
-_WIDE, _NARROW = Tile(2, 8, 2), Tile(2, 4, 2)
-_EXPERTS, _EXPERTS_BF16 = Tile(2, 4, 3), Tile(2, 4, 2)
-_ROUTER = Tile(1, 4, 2)
+# Two blocks of the wide tile fit a multiprocessor, and three of the narrow one in NVFP4.
+_WIDE, _NARROW, _ROUTER = Tile(2, 8, 2), Tile(2, 4, 2), Tile(1, 4, 2)
 
 
 def linear(
@@ -255,15 +253,14 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
         smem=0,
         params=params_of("logits num_tokens counts lists pair_weights", names, own),
     )
-    tile = _EXPERTS_BF16 if dims.bf16 else _EXPERTS
 
     def grouped(rows: int, width: int, gated: int, params: str) -> KernelLaunch:
         return launch(
             "tile_experts",
-            [*sizes, ("DIM_N", rows), ("DIM_K", width), ("GATED", gated), *tile.defines],
-            blocks=dims.experts * -(-rows // tile.rows),
+            [*sizes, ("DIM_N", rows), ("DIM_K", width), ("GATED", gated), *_NARROW.defines],
+            blocks=dims.experts * -(-rows // _NARROW.rows),
             threads=_THREADS,
-            smem=_smem(dims, tile, tile.rows // (2 if gated else 1), lists=2),
+            smem=_smem(dims, _NARROW, _NARROW.rows // (2 if gated else 1), lists=2),
             params=params_of(params, names, own),
         )
 
@@ -292,9 +289,14 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
         (
             route,
             grouped(
-                2 * dims.width, dims.hidden, 1, "z gate_up_codes gate_up_scale counts lists hidden"
+                2 * dims.width,
+                dims.hidden,
+                1,
+                "z gate_up_codes gate_up_scale counts lists hidden num_tokens",
             ),
-            grouped(dims.hidden, dims.width, 0, "hidden down_codes down_scale counts lists y"),
+            grouped(
+                dims.hidden, dims.width, 0, "hidden down_codes down_scale counts lists y num_tokens"
+            ),
             combine,
         ),
         round((distinct * expert + shared) * dims.chunk_bytes / 4096)
