@@ -135,24 +135,35 @@ struct Product {
 #endif
     }
   }
-  // rows: of x, of each of the block's tokens; below 0 for none.
-  INK_DEVICE void load_x(Stage& stage, const bf16* x, const int* rows, int step) const {
+  // Where this thread's pieces of 16 bytes of a step of x come from, in values.
+  struct Sources {
+    static constexpr int COUNT = BLOCK_TOKENS * ROW_PIECES / THREADS, APART = THREADS / ROW_PIECES;
+    static constexpr u32 NONE = ~0u;
+    u32 at[COUNT];
+
+    INK_DEVICE explicit Sources(const int* rows) {
 #pragma unroll
-    for (int p = threadIdx.x; p < BLOCK_TOKENS * ROW_PIECES; p += THREADS) {
-      const int token = p / ROW_PIECES, k = p % ROW_PIECES * 8;
-      if (rows[token] >= 0)
-        copy_async16(stage.x + token * ROW_STRIDE + k,
-                     x + (size_t)rows[token] * K + step * STEP_K + k);
+      for (int i = 0; i < COUNT; i++) {
+        const int row = rows[threadIdx.x / ROW_PIECES + i * APART];
+        at[i] = row < 0 ? NONE : (u32)row * K + threadIdx.x % ROW_PIECES * 8;
+      }
     }
-  }
+    INK_DEVICE void load(Stage& stage, const bf16* x, int step) const {
+      bf16* to = stage.x + threadIdx.x / ROW_PIECES * ROW_STRIDE + threadIdx.x % ROW_PIECES * 8;
+#pragma unroll
+      for (int i = 0; i < COUNT; i++)
+        if (at[i] != NONE)
+          copy_async16(to + i * APART * ROW_STRIDE, x + at[i] + step * STEP_K);
+    }
+  };
   // The first weights, which may be requested before the wait.
   INK_DEVICE void start(Stage* stages) const {
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++)
       if (s < STEPS) load_weights(stages[s], s);
   }
-  // After `start` and a barrier behind the writes of `rows`. Ends with a barrier: then `stages` are
-  // free.
+  // After `start` and a barrier behind the writes of `rows`, which are those of x for each of the
+  // block's tokens, below 0 for none. Ends with a barrier: then `stages` are free.
   INK_DEVICE void run(Sums& c, Stage* stages, const bf16* x, const int* rows, int tiles) const {
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++)
@@ -160,9 +171,10 @@ struct Product {
       for (int n = 0; n < TOKEN_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) c[r][n][i] = 0.f;
+    const Sources sources(rows);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-      if (s < STEPS) load_x(stages[s], x, rows, s);
+      if (s < STEPS) sources.load(stages[s], x, s);
       copy_async_commit();
     }
 #pragma unroll 1
@@ -172,7 +184,7 @@ struct Product {
       const int next = step + STAGES - 1;
       if (next < STEPS) {
         load_weights(stages[next % STAGES], next);
-        load_x(stages[next % STAGES], x, rows, next);
+        sources.load(stages[next % STAGES], x, next);
       }
       copy_async_commit();
       if (tiles == TOKEN_TILES)

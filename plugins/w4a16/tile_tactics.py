@@ -254,13 +254,16 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
         params=params_of("logits num_tokens counts lists pair_weights", names, own),
     )
 
+    # An expert has top_k / experts of all tokens on average.
+    tile = _WIDE if pairs >= dims.experts * _NARROW.tokens else _NARROW
+
     def grouped(rows: int, width: int, gated: int, params: str) -> KernelLaunch:
         return launch(
             "tile_experts",
-            [*sizes, ("DIM_N", rows), ("DIM_K", width), ("GATED", gated), *_NARROW.defines],
-            blocks=dims.experts * -(-rows // _NARROW.rows),
+            [*sizes, ("DIM_N", rows), ("DIM_K", width), ("GATED", gated), *tile.defines],
+            blocks=dims.experts * -(-rows // tile.rows),
             threads=_THREADS,
-            smem=_smem(dims, _NARROW, _NARROW.rows // (2 if gated else 1), lists=2),
+            smem=_smem(dims, tile, tile.rows // (2 if gated else 1), lists=2),
             params=params_of(params, names, own),
         )
 
