@@ -49,11 +49,13 @@ struct Rows {
 // Scores of 16 tokens and the keys of a page.
 INK_DEVICE void score(float (&s)[kKeyTiles][4], const u32 (&q)[kSteps][4], const u8* k, int lane) {
 #pragma unroll
-  for (int j = 0; j < kKeyTiles; ++j) {
+  for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[j][i] = 0.f;
 #pragma unroll
-    for (int step = 0; step < kSteps; step += 2) {
+  for (int step = 0; step < kSteps; step += 2) {
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) {
       u32 b[4];  // operands of two steps
       load_matrices(b, k + Tile::chunk(8 * j + lane % 8, 2 * step + lane / 8));
       mma_bf16(s[j], q[step], b[0], b[1]);

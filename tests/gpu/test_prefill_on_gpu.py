@@ -130,3 +130,36 @@ def test_what_a_rolled_back_chunk_wrote_is_forgotten(engines):
         session.prefill(prompt[:140] + [999] * 12, Sampling())
         session.rollback(140)
         np.testing.assert_array_equal(session.prefill(prompt[140:], Sampling()).logits, expected)
+
+
+@pytest.fixture(scope="module", params=["nvfp4", "bf16"])
+def full_size(request, gpu, tmp_path_factory):
+    """Six layers of the model's sizes: dense and full, sliding and full with experts."""
+    folder = tmp_path_factory.mktemp(f"full-{request.param}")
+    config = {"model_type": "flint", "dtype": "bfloat16", "vocab_size": 1000}
+    config |= {"num_hidden_layers": 6, "max_position_embeddings": 4096}
+    if request.param == "nvfp4":
+        config["quantization_config"] = {"quant_method": "nvfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = BuildOptions(target="sm_90a", weights="dummy", max_batch_size=2)
+    build_engine(folder, folder / "engine", options)
+    opened = Engine.open(folder / "engine")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("length", [9, 300, 512, 1500])
+def test_the_models_sizes_are_near_narrow_steps(full_size, length):
+    """Those are compared with the CPU elsewhere; 1500 tokens wrap the ring of 1024."""
+    prompt = _prompt(length)
+    errors = []
+    with full_size.session() as wide, full_size.session() as narrow:
+        got = wide.prefill(prompt, Sampling())
+        expected = narrow.prefill(prompt, Sampling(), chunk=8)
+        for _ in range(8):
+            a, b = got.logits[-1].astype(np.float64), expected.logits[-1].astype(np.float64)
+            errors.append(float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+            token = int(expected.tokens[-1])
+            got, expected = (session.step([token], Sampling()) for session in (wide, narrow))
+    assert np.median(errors) <= TYPICAL, errors
+    assert max(errors) <= FLIPPED, errors
