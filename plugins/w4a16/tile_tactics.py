@@ -76,8 +76,9 @@ class Tile:
         ]  # fmt: skip
 
 
-# Two blocks of the wide tile fit a multiprocessor, and three of the narrow one in NVFP4.
-_WIDE, _NARROW, _ROUTER = Tile(2, 8, 2), Tile(2, 4, 2), Tile(1, 4, 2)
+# Two blocks of a product fit a multiprocessor, and three of experts in NVFP4.
+_WIDE, _NARROW, _NARROW_BF16 = Tile(2, 8, 2), Tile(2, 4, 3), Tile(2, 4, 2)
+_EXPERTS, _ROUTER = Tile(2, 4, 2), Tile(1, 4, 2)
 
 
 def linear(
@@ -119,7 +120,7 @@ def qkv(
     )
     z = Scratch("z", 2 * num_tokens * dims.hidden)
     angles = Scratch("angles", 8 * num_tokens * (HEAD // 2) if rope_theta else 16)
-    tile = _tile_for(heads * HEAD, num_tokens)
+    tile = _tile_for(dims, heads * HEAD, num_tokens)
     blocks = -(-num_tokens // tile.tokens)
     kernel = launch(
         "tile_qkv",
@@ -255,7 +256,7 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     )
 
     # An expert has top_k / experts of all tokens on average.
-    tile = _WIDE if pairs >= dims.experts * _NARROW.tokens else _NARROW
+    tile = _WIDE if pairs >= dims.experts * _EXPERTS.tokens else _EXPERTS
 
     def grouped(rows: int, width: int, gated: int, params: str) -> KernelLaunch:
         return launch(
@@ -267,7 +268,7 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
             params=params_of(params, names, own),
         )
 
-    combine_tile = _tile_for(dims.hidden, num_tokens)
+    combine_tile = _tile_for(dims, dims.hidden, num_tokens)
     blocks = -(-num_tokens // combine_tile.tokens)
     combine = launch(
         "tile_combine",
@@ -315,10 +316,12 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     )
 
 
-def _tile_for(rows: int, num_tokens: int) -> Tile:
+def _tile_for(dims: Dims, rows: int, num_tokens: int) -> Tile:
     """The larger tile where it leaves no multiprocessor without a block."""
     blocks = -(-rows // _WIDE.rows) * -(-num_tokens // _WIDE.tokens)
-    return _WIDE if blocks >= MULTIPROCESSORS else _NARROW
+    if blocks >= MULTIPROCESSORS:
+        return _WIDE
+    return _NARROW_BF16 if dims.bf16 else _NARROW
 
 
 def _product(
@@ -327,7 +330,7 @@ def _product(
     check_width("tile_linear", "width", width, 8192)
     out_rows = rows // 2 if gated else rows
     require(out_rows % 8 == 0, "tile_linear", f"{out_rows} results a token, expected x8")
-    tile = _tile_for(rows, num_tokens)
+    tile = _tile_for(dims, rows, num_tokens)
     blocks = -(-num_tokens // tile.tokens)
     return launch(
         "tile_linear",
