@@ -13,13 +13,13 @@ from inkrt.builder.compile import Compiler
 from inkrt.errors import BuildError
 from inkrt.plugins.tactic import (
     Float32,
+    InputPointer,
     Int32,
     KernelLaunch,
     Output,
     Packing,
     Param,
     Scratch,
-    StepInput,
     Table,
     Tactic,
     TensorArg,
@@ -114,7 +114,7 @@ class KernelLowering:
                 return _number(param)
             if isinstance(param, Output):
                 return TensorParam(outputs[param.index])
-            if isinstance(param, StepInput):
+            if isinstance(param, InputPointer):
                 return TensorParam(self._memory.inputs[param.name])
             if isinstance(param, Scratch):
                 if param.name not in scratch:

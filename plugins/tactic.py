@@ -88,7 +88,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInput:
+class InputPointer:
     """Kernel parameter: address of an input of the step that is no argument of the operator.
 
     Wide steps may leave rows from `num_tokens` on undefined, which no operator's result needs.
@@ -114,7 +114,7 @@ class Float32:
     value: float
 
 
-Param = Pointer | Output | Scratch | Table | StepInput | Int32 | Float32
+Param = Pointer | Output | Scratch | Table | InputPointer | Int32 | Float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from inkrt.plugins.tactic import (
     Float32,
+    InputPointer,
     Int32,
     KernelLaunch,
     Output,
     Param,
     Pointer,
     Scratch,
-    StepInput,
     Tactic,
 )
 
@@ -108,7 +108,7 @@ def bind(
             return outputs[param.index]
         if isinstance(param, Pointer):
             return arguments[param.argument]
-        if isinstance(param, StepInput):
+        if isinstance(param, InputPointer):
             return arguments[param.name]
         if param.name not in scratch:
             fill = POISON if param.fill is None else param.fill

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from inkrt.plugins.tactic import (
     Float32,
+    InputPointer,
     KernelLaunch,
     Output,
     Param,
     Scratch,
-    StepInput,
     Tactic,
 )
 from inkrt.plugins.w4a16.launches import (
@@ -40,7 +40,7 @@ from inkrt.plugins.w4a16.shapes import (
 )
 
 _THREADS = 128
-_VALID = StepInput("num_tokens")
+_VALID = InputPointer("num_tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from cubin import resources
 
 from inkrt.builder.compile import compile_cubin
 from inkrt.errors import BuildError
-from inkrt.plugins.tactic import KernelLaunch, Pointer, StepInput, Tactic
+from inkrt.plugins.tactic import InputPointer, KernelLaunch, Pointer, Tactic
 from inkrt.plugins.w4a16 import parts, tactics
 from inkrt.plugins.w4a16.shapes import MAX_SMEM, Dims
 
@@ -66,7 +66,7 @@ def test_all_widths_read_the_same_packings(bf16: bool) -> None:
 def test_every_wide_kernel_knows_how_many_rows_are_real() -> None:
     for tactic in all_tactics(FLINT, 9, 576):
         for kernel in tactic.kernels:
-            counts = {StepInput("num_tokens"), Pointer("num_tokens")} & {*kernel.params}
+            counts = {InputPointer("num_tokens"), Pointer("num_tokens")} & {*kernel.params}
             assert counts, kernel.entry
 
 
