@@ -164,16 +164,18 @@ INK_DEVICE void copy_async4(void* to_smem, const void* from) {
 INK_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// Sixteen bytes likewise, past the L1. A thread's copies form groups in the order of its commits.
+// Sixteen bytes, past the L1, in groups: a thread's copies since its last commit are a group, and
+// it can wait for all but the N latest ones.
 INK_DEVICE void copy_async16(void* to_smem, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to_smem)), "l"(from)
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem_address(to_smem)),
+               "l"(from)
                : "memory");
 }
 INK_DEVICE void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 template <int N>
-INK_DEVICE void copy_async_wait_but() {  // for all groups but the last N
+INK_DEVICE void copy_async_wait_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 

@@ -77,10 +77,9 @@ def empty(backend: Backend, num_bytes: int, fill: int = POISON) -> Buffer:
 
 
 # Arguments that an earlier kernel of a step writes. `down` reads the logits early, see gate_up.cu.
-_LATE = {
-    "x", "delta", "z", "middle", "hidden", "shared_hidden", "best", "row", "angles", "counts",
-    "lists", "pair_weights", "y",
-}  # fmt: skip
+_LATE = {"x", "delta", "z", "middle", "hidden", "shared_hidden", "best", "row"}
+# The same of the tiled kernels, which read nothing of that early.
+_TILES_LATE = {"angles", "counts", "lists", "pair_weights", "y"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ def bind(
     def is_late(param: Param) -> bool:
         if isinstance(param, Pointer):
             return param.argument in _LATE
-        return isinstance(param, Scratch) and param.name in _LATE
+        return isinstance(param, Scratch) and param.name in _LATE | _TILES_LATE
 
     bound = []
     for kernel in tactic.kernels:

@@ -133,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                         const int* entries, const int* position, const int* num_tokens, bf16* out,
                         int* error, float scale) {
   Shared& sm = *(Shared*)dynamic_smem();
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int g = lane / 4, t = lane % 4;
   // The latest tokens, which see the most keys, come first.
   const int first_token = (kTokenBlocks - 1 - (int)blockIdx.x % kTokenBlocks) * kTokens;
   const int head = (int)blockIdx.x / kTokenBlocks * ATTN_BLOCK_HEADS + warp / 4;

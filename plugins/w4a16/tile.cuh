@@ -2,13 +2,14 @@
 // chunks.
 //
 // A block of four warps makes BLOCK_ROWS rows of y = x W^T for up to BLOCK_TOKENS tokens. It walks
-// K in steps of a chunk (bf16: half of one), STAGES - 1 of which are on their way to shared memory. A warp turns its
-// WARP_TILES row tiles of a step into A operands in registers once and multiplies them with all
-// tokens, TOKEN_TILES tiles of eight. Each token is a column of its own, so its bits depend neither
-// on which tokens stand beside it nor on where the block begins; they differ from those of the
-// kernels for 1..8 tokens, which split K among warps.
+// K in steps of a chunk (bf16: half of one), STAGES - 1 of which are on their way to shared memory.
+// A warp turns its WARP_TILES row tiles of a step into A operands in registers once and multiplies
+// them with all tokens, TOKEN_TILES tiles of eight. Each token is a column of its own, so its bits
+// depend neither on which tokens stand beside it nor on where the block begins; they differ from
+// those of the kernels for 1..8 tokens, which split K among warps.
 //
-// Macros: WARP_TILES, TOKEN_TILES, STAGES; ROW_MAJOR for a bf16 matrix [rows, K] that is not packed.
+// Macros: WARP_TILES, TOKEN_TILES, STAGES; ROW_MAJOR for a bf16 matrix [rows, K] that is not
+// packed.
 #ifndef INK_TILE_CUH
 #define INK_TILE_CUH
 #include "w4a16.cuh"
@@ -23,7 +24,8 @@ constexpr int ROW_PIECES = STEP_K / 8;  // of 16 bytes
 constexpr int BLOCK_TILES = WARPS * WARP_TILES, BLOCK_ROWS = BLOCK_TILES * 16;
 constexpr int BLOCK_TOKENS = TOKEN_TILES * 8;
 constexpr int ROW_STRIDE = STEP_K + 8;  // values of a row in shared memory: no bank conflicts
-constexpr int STEP_BYTES = ROW_MAJOR ? 16 * ROW_STRIDE * 2 : CHUNK_BYTES / 256 * STEP_K;  // a tile's
+// Of a row tile.
+constexpr int STEP_BYTES = ROW_MAJOR ? 16 * ROW_STRIDE * 2 : CHUNK_BYTES / 256 * STEP_K;
 static_assert(!ROW_MAJOR || WEIGHTS, "a matrix that is not packed is bf16");
 
 struct Stage {
@@ -46,9 +48,11 @@ INK_DEVICE TokenBlock token_block(int index, const int* num_tokens) {
 #if ROW_MAJOR
 // The A operands of a vector of a row tile.
 INK_DEVICE void load_operands(u32 (&a)[4][4], const u8* tile, int vector, uint2, int lane) {
-  const bf16* p = (const bf16*)tile + (lane >> 2) * ROW_STRIDE + vector * VECTOR_K + (lane & 3) * 16;
+  const int k = vector * VECTOR_K + (lane & 3) * 16;
+  const bf16* p = (const bf16*)tile + (lane >> 2) * ROW_STRIDE + k;
+  const bf16* q = p + 8 * ROW_STRIDE;
   const uint4 l0 = *(const uint4*)p, l1 = *(const uint4*)(p + 8);
-  const uint4 h0 = *(const uint4*)(p + 8 * ROW_STRIDE), h1 = *(const uint4*)(p + 8 * ROW_STRIDE + 8);
+  const uint4 h0 = *(const uint4*)q, h1 = *(const uint4*)(q + 8);
   const u32 low[8] = {l0.x, l0.y, l0.z, l0.w, l1.x, l1.y, l1.z, l1.w};
   const u32 high[8] = {h0.x, h0.y, h0.z, h0.w, h1.x, h1.y, h1.z, h1.w};
 #pragma unroll
@@ -224,7 +228,9 @@ struct Staged {
       }
     });
   }
-  INK_DEVICE uint4 piece(int token, int i) const { return *(const uint4*)(y + token * STRIDE + i * 8); }
+  INK_DEVICE uint4 piece(int token, int i) const {
+    return *(const uint4*)(y + token * STRIDE + i * 8);
+  }
 
  private:
   template <class F>

@@ -1,8 +1,9 @@
-// Routed experts of a wide step: gate, up and activation (GATED, DIM_N = 2 WIDTH rows of HIDDEN), or
-// down (DIM_N = HIDDEN rows of WIDTH). A pair is (token, rank): token TOP_K + rank. A block takes
+// Routed experts of a wide step: gate, up and activation (GATED, DIM_N = 2 WIDTH rows of HIDDEN),
+// or down (DIM_N = HIDDEN rows of WIDTH). A pair is (token, rank): token TOP_K + rank. A block takes
 // BLOCK_ROWS rows of one expert and all pairs that `tile_route` has put on its list, BLOCK_TOKENS
-// after the other; the expert's weights are read from the device once and then from the L2. In a step
-// whose pairs leave few experts without any, the first weights are requested before that is known.
+// after the other; the expert's weights are read from the device once and then from the L2. In a
+// step whose pairs leave few experts without any, the first weights are requested before that is
+// known.
 //
 //   GATED   out[pair] = bf16(silu(g) u) of x[token], nothing rounded in between
 //   else    out[pair] = bf16(product scale) of x[pair]
@@ -25,7 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     tile_experts(const bf16* x, const u8* weights, const float* scales, const u32* counts,
                  const int* lists, bf16* out, const int* num_tokens) {
   Shared& sm = *(Shared*)dynamic_smem();
-  const int tid = threadIdx.x, expert = blockIdx.x / ROW_BLOCKS, row_block = blockIdx.x % ROW_BLOCKS;
+  const int tid = threadIdx.x;
+  const int expert = blockIdx.x / ROW_BLOCKS, row_block = blockIdx.x % ROW_BLOCKS;
   const u8* matrix = weights + (size_t)expert * ((DIM_N + 15) / 16) * tile_bytes(DIM_K);
   const Product<DIM_N, DIM_K> product = {matrix, row_block * BLOCK_TILES};
   const float unit = tensor_unit(scales + expert);

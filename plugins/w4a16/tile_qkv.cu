@@ -4,7 +4,8 @@
 // are left as they are, and such tokens are not written to the cache.
 #include "tile.cuh"
 
-constexpr int HEAD = 128, PAGE = 64, PAGE_BYTES = PAGE * HEAD * 2, ROW_BLOCKS = HEADS + 2 * KV_HEADS;
+constexpr int HEAD = 128, PAGE = 64, PAGE_BYTES = PAGE * HEAD * 2;
+constexpr int ALL_HEADS = HEADS + 2 * KV_HEADS;
 static_assert(BLOCK_ROWS == HEAD, "a block takes one head");
 
 struct Shared {
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, head = blockIdx.x / TOKEN_BLOCKS;
   const TokenBlock tokens = token_block(blockIdx.x % TOKEN_BLOCKS, num_tokens);
-  const Product<ROW_BLOCKS * HEAD, HIDDEN> product = {weights, head * BLOCK_TILES};
+  const Product<ALL_HEADS * HEAD, HIDDEN> product = {weights, head * BLOCK_TILES};
   if (tokens.count > 0) product.start(sm.stages);
   const float unit = tensor_unit(scale);
   if (tid < BLOCK_TOKENS) sm.rows[tid] = tid < tokens.count ? tokens.first + tid : -1;
@@ -91,8 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #else
       const int page = load_act_int(where + p / PAGE);
 #endif
-      u8* out = (is_value ? v_cache : k_cache) + ((u64)page * KV_HEADS + kv) * PAGE_BYTES + r * 128 +
-                (((pair >> 3) ^ (r & 7)) << 4) + (pair & 7) * 2;
+      u8* out = (is_value ? v_cache : k_cache) + ((u64)page * KV_HEADS + kv) * PAGE_BYTES +
+                r * 128 + (((pair >> 3) ^ (r & 7)) << 4) + (pair & 7) * 2;
       *(u32*)out = low_pair;
       *(u32*)(out + PAGE_BYTES / 2) = high_pair;
     }

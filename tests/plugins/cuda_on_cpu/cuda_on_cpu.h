@@ -79,7 +79,6 @@ struct Thread {
   ucontext_t context;
   Index index;
   std::vector<Publish> copies;
-  std::vector<size_t> groups;  // sizes of committed groups of copies that have not landed
   Block* block = nullptr;
   bool done = false;
   u64 cluster_phase = 0;

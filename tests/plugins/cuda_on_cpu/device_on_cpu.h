@@ -96,32 +96,32 @@ static inline u32 load_arrivals(const u32* p) {
 static inline void copy_async4(void* to, const void* from) {
   emu::current->copies.push_back({to, from, 4});
 }
-static inline void emu_land(size_t count) {
-  auto& copies = emu::current->copies;
-  for (size_t i = 0; i < count; i++) memcpy(copies[i].to, copies[i].from, copies[i].bytes);
-  copies.erase(copies.begin(), copies.begin() + count);
-}
-static inline void copy_async_wait() {
-  emu_land(emu::current->copies.size());
-  emu::current->groups.clear();
-}
 static inline void copy_async16(void* to, const void* from) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16) emu::fail("misaligned copy");
   emu::current->copies.push_back({to, from, 16});
 }
-static inline void copy_async_commit() {
-  auto& groups = emu::current->groups;
-  size_t before = 0;
-  for (size_t size : groups) before += size;
-  groups.push_back(emu::current->copies.size() - before);
+static inline void copy_async_commit() {  // a group ends
+  emu::current->copies.push_back({nullptr, nullptr, 0});
+}
+static inline void emu_copy_groups(long left) {
+  auto& copies = emu::current->copies;
+  long groups = std::count_if(copies.begin(), copies.end(), [](auto& c) { return !c.to; });
+  size_t done = 0;
+  for (; done < copies.size() && groups > left; done++) {
+    if (!copies[done].to)
+      groups--;
+    else
+      memcpy(copies[done].to, copies[done].from, copies[done].bytes);
+  }
+  copies.erase(copies.begin(), copies.begin() + done);
 }
 template <int N>
-void copy_async_wait_but() {
-  auto& groups = emu::current->groups;
-  while (groups.size() > N) {
-    emu_land(groups.front());
-    groups.erase(groups.begin());
-  }
+static inline void copy_async_wait_but() {
+  emu_copy_groups(N);
+}
+static inline void copy_async_wait() {
+  copy_async_commit();
+  emu_copy_groups(0);
 }
 static inline unsigned char* dynamic_smem() {
   return emu::current->block->smem;
