@@ -78,8 +78,6 @@ def empty(backend: Backend, num_bytes: int, fill: int = POISON) -> Buffer:
 
 # Arguments that an earlier kernel of a step writes. `down` reads the logits early, see gate_up.cu.
 _LATE = {"x", "delta", "z", "middle", "hidden", "shared_hidden", "best", "row"}
-# The same of the tiled kernels, which read nothing of that early.
-_TILES_LATE = {"angles", "counts", "lists", "pair_weights", "y"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +87,10 @@ class Bound:
     kernel: KernelLaunch
     values: tuple[Buffer | int | float, ...]
     late: tuple[Buffer, ...]
+
+
+# Scratch that a tiled kernel writes and a later one of its tactic reads.
+_TILES_LATE = {"angles", "counts", "lists", "pair_weights", "y"}
 
 
 def bind(

@@ -127,6 +127,7 @@ struct Product {
       const int tile = min(first_tile + i, NUM_TILES - 1);  // what is past the end is not stored
       u8* to = stage.weights + i * STEP_BYTES;
 #if ROW_MAJOR
+#pragma unroll 4
       for (int p = lane; p < 16 * ROW_PIECES; p += 32) {
         const int row = p / ROW_PIECES, k = p % ROW_PIECES * 8;
         const bf16* from = (const bf16*)matrix + (size_t)min(tile * 16 + row, NUM_ROWS - 1) * K;
