@@ -78,7 +78,7 @@ class Tile:
 
 # Two blocks of a product fit a multiprocessor, and three of experts in NVFP4.
 _WIDE, _NARROW, _NARROW_BF16 = Tile(2, 8, 2), Tile(2, 4, 3), Tile(2, 4, 2)
-_EXPERTS, _ROUTER = Tile(2, 4, 2), Tile(1, 4, 2)
+_EXPERTS, _ROUTER = Tile(2, 4, 2), Tile(1, 4, 4)
 
 
 def linear(
