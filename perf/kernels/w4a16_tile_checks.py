@@ -4,7 +4,6 @@ A step of `chunk` rows is run with several numbers of real tokens: their rows ag
 oracle, all others untouched, and rows bit-equal whatever the number of tokens beside them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,9 +58,12 @@ class TileChecks(Checks):
         tactic: Tactic,
         arguments: dict[str, Buffer],
         row_bytes: list[int],
-        after: Callable[[int, dict[str, Buffer]], None] = lambda _count, _scratch: None,
-    ) -> list[NDArray[np.uint8]]:
-        """Run with every number of tokens, twice with the last; gives that one's valid rows."""
+    ) -> tuple[list[NDArray[np.uint8]], dict[str, Buffer]]:
+        """Run with every number of tokens, twice with the last.
+
+        Returns:
+            The last run's valid rows and its scratch.
+        """
         scratch: dict[str, Buffer] = {}
         kept: list[list[NDArray[np.uint8]]] = []
         counts = (*self.widths, self.widths[-1])
@@ -74,20 +76,19 @@ class TileChecks(Checks):
             clean = all(bool((row[count:] == 0xFF).all()) for row in rows)
             self.report(f"{name} {count} tokens: other rows untouched", clean, "")
             kept.append([row[:count] for row in rows])
-            after(count, scratch)
         for count, rows in zip(counts[:-1], kept[:-1], strict=True):
             same = all(
                 np.array_equal(row, last[:count]) for row, last in zip(rows, kept[-1], strict=True)
             )
             self.report(f"{name} rows of {count} tokens equal those of {counts[-1]}", same, "")
-        return kept[-1]
+        return kept[-1], scratch
 
     def linear(self, *, rows: int, width: int) -> None:
         """A plain product."""
         name, count = f"tile linear {rows}x{width}", self.widths[-1]
         weights, x = self._matrix(rows, width), self._bits(self.chunk, width)
         tactic = tactics.linear(self.dims, self.chunk, rows=rows, width=width)
-        (y,) = self._counts(name, tactic, self._upload(x=x, w=weights), [rows * 2])
+        (y,), _ = self._counts(name, tactic, self._upload(x=x, w=weights), [rows * 2])
         expected = product(from_bits(x[:count]), weights)
         self._close(name, from_bits(y.view(np.uint16)), expected, 4e-3)
 
@@ -115,7 +116,7 @@ class TileChecks(Checks):
             where=table, position=np.array([position], np.int32),
         )  # fmt: skip
         tactic = tactics.qkv(d, self.chunk, eps=EPS, rope_theta=theta, ring_rows=ring)
-        q, residual = self._counts(
+        (q, residual), _ = self._counts(
             name, tactic, {**arguments, **caches}, [d.heads * 256, d.hidden * 2]
         )
         expected_residual, z = add_norm(x[:count], delta[:count], norm, EPS)
@@ -189,15 +190,8 @@ class TileChecks(Checks):
         tactic = parts.experts(
             d, self.chunk, names={n: Pointer(n) for n in ("z", "logits", "shared_hidden")}
         )
-        stages: dict[str, NDArray[np.uint8]] = {}
-
-        def after(count: int, scratch: dict[str, Buffer]) -> None:
-            counts = self.backend.download(scratch["counts"])
-            self.report(f"{name} {count} tokens: counts are left zero", not counts.any(), "")
-            stages["hidden"] = self.backend.download(scratch["hidden"])
-
-        (out,) = self._counts(name, tactic, arguments, [d.hidden * 2], after)
-        hidden = from_bits(stages["hidden"].view(np.uint16))
+        (out,), scratch = self._counts(name, tactic, arguments, [d.hidden * 2])
+        hidden = from_bits(self.backend.download(scratch["hidden"]).view(np.uint16))
         hidden = hidden.reshape(self.chunk, d.top_k, d.width)[:count]
         chosen, weights = route(logits[:count], d.top_k)
         x, expected = from_bits(z[:count]), np.empty_like(hidden)
@@ -221,7 +215,9 @@ class TileChecks(Checks):
         down = self._matrix(d.hidden, d.dense_width)
         arguments = self._upload(x=x, delta=delta, norm_weight=norm, gate_up=up, down=down)
         tactic = tactics.dense_mlp(self.dims, self.chunk, eps=EPS, has_delta=has_delta)
-        out, residual = self._counts("tile dense", tactic, arguments, [d.hidden * 2, d.hidden * 2])
+        (out, residual), _ = self._counts(
+            "tile dense", tactic, arguments, [d.hidden * 2, d.hidden * 2]
+        )
         expected, z = add_norm(x[:count], delta[:count] if has_delta else None, norm, EPS)
         self._equal("tile dense residual", residual.view(np.uint16), expected)
         middle = gated(rounded(product(z, up)))

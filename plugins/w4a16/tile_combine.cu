@@ -1,7 +1,7 @@
 // The shared expert's down-projection of a wide step, and the sum of everything:
 //   out = bf16(bf16(sum over ranks of w y) + bf16(product scale))
-// y[pair] is what `tile_experts` gave, w[pair] the pair's routing weight. Leaves `counts` zero for
-// the next step. Rows of out from num_tokens on are left as they are.
+// y[pair] is what `tile_experts` gave, w[pair] the pair's routing weight. Rows of out from num_tokens
+// on are left as they are.
 #include "tile.cuh"
 
 static_assert(DIM_N % 8 == 0, "16 bytes at a time");
@@ -16,7 +16,7 @@ struct Shared {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     tile_combine(const bf16* x, const u8* weights, const float* scale, const bf16* y,
-                 const float* pair_weights, bf16* out, u32* counts, const int* num_tokens) {
+                 const float* pair_weights, bf16* out, const int* num_tokens) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, row_block = blockIdx.x / TOKEN_BLOCKS;
   const TokenBlock tokens = token_block(blockIdx.x % TOKEN_BLOCKS, num_tokens);
@@ -26,8 +26,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (tid < BLOCK_TOKENS) sm.rows[tid] = tid < tokens.count ? tokens.first + tid : -1;
   __syncthreads();
   wait_and_trigger();
-  if (blockIdx.x == 0)
-    for (int e = tid; e < EXPERTS; e += THREADS) counts[e] = 0;
   if (tokens.count <= 0) return;
   Sums c;
   product.run(c, sm.stages, x, sm.rows, tokens.tiles());

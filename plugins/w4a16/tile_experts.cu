@@ -41,7 +41,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int here = min(count - first, BLOCK_TOKENS), tiles = (here + 7) / 8;
     if (first > 0 || !is_early) product.start(sm.stages);
     if (tid < BLOCK_TOKENS) {
-      const int pair = tid < here ? load_act_int(lists + (size_t)expert * CHUNK + first + tid) : -1;
+      int pair = -1;
+      if (tid < here) {
+        // Within bounds whatever stands there: steps are also timed without `tile_route`.
+        const u32 listed = load_act4(lists + (size_t)expert * CHUNK + first + tid);
+        pair = min(listed, CHUNK * TOP_K - 1u);
+      }
       sm.pairs[tid] = pair;
       sm.rows[tid] = GATED && pair >= 0 ? pair / TOP_K : pair;
     }

