@@ -64,6 +64,9 @@ Progress = Callable[[str], None]
 # conversation wastes little of its last page.
 PAGE_TOKENS = 64
 CPU_PREFILL_CHUNK = 64
+# Of Flint's 256 experts, 512 tokens leave none unread, so a wider step reads no more weights; its
+# products begin to weigh as much as their bytes.
+GPU_PREFILL_CHUNK = 512
 # Plans, configuration and tokenizer beside the weights: room that is asked of the disk on top.
 _FOLDER_OVERHEAD_BYTES = 64 * 2**20
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -118,8 +121,7 @@ def prepare(
     if options.weights == "real":
         _check_weights(checkpoint, definition, model, sharding)
     dtype = _DTYPES[options.dtype]
-    multiple = {} if options.target == "cpu" else {"kv_ring_multiple": PAGE_TOKENS}
-    state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS, **multiple)
+    state = _state_options(options)
     plans: dict[str, Plan] = {}
     target = Target(options.target, shares_arena=not options.keep_intermediates)
     if options.target != "cpu":
@@ -214,9 +216,22 @@ def _resolve(
     dtype = options.dtype
     if dtype == "auto":
         dtype = model.dtype or _stored_dtype(checkpoint, definition, model)  # type: ignore[assignment]
-    chunk = options.prefill_chunk or (CPU_PREFILL_CHUNK if options.target == "cpu" else 0)
+    default = CPU_PREFILL_CHUNK if options.target == "cpu" else GPU_PREFILL_CHUNK
+    chunk = options.prefill_chunk or default
     return dataclasses.replace(
         options, dtype=dtype, max_seq_len=options.max_seq_len or limit, prefill_chunk=chunk
+    )
+
+
+def _state_options(options: BuildOptions) -> StateOptions:
+    """How much state an engine holds, and in which form."""
+    state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS)
+    if options.target == "cpu" and not options.keep_intermediates:
+        return state
+    return dataclasses.replace(
+        state,
+        kv_ring_multiple=PAGE_TOKENS,
+        kv_ring_ahead=max(ROLLBACK_TOKENS, options.prefill_chunk),
     )
 
 

@@ -79,6 +79,7 @@ class _Lowering:
         self.scratch_bytes = 0
         self.fills: list[Fill] = []
         self.specs: list[TensorSpec] = []
+        self.inputs: dict[str, int] = {}
         self.index_of: dict[Node, int] = {}
         self.outputs_of: dict[Node, tuple[int, ...]] = {}
         self.launches: list[Launch] = []
@@ -88,11 +89,10 @@ class _Lowering:
         self.last: dict[int, int] = {}
 
     def plan(self) -> Plan:
-        inputs: dict[str, int] = {}
         outputs: dict[str, int] = {}
         for node in self.graph.module.graph.nodes:
             if node.op == "placeholder":
-                self._placeholder(node, inputs)
+                self._placeholder(node)
             elif node.op == "output":
                 names = ("tokens", "logits")
                 outputs = {
@@ -114,7 +114,7 @@ class _Lowering:
             tensors=tuple(self.specs),
             launches=tuple(self.launches),
             arena_bytes=arena_bytes,
-            inputs=inputs,
+            inputs=self.inputs,
             outputs=outputs,
             scratch_bytes=self.scratch_bytes,
             fills=tuple(self.fills),
@@ -146,7 +146,7 @@ class _Lowering:
         self.specs.append(spec)
         return len(self.specs) - 1
 
-    def _placeholder(self, node: Node, inputs: dict[str, int]) -> None:
+    def _placeholder(self, node: Node) -> None:
         if node.name in self.graph.weights:
             index = self._add(node, node.meta["val"], "weight", self.graph.weights[node.name])
         elif node.name in self.graph.state:
@@ -158,7 +158,7 @@ class _Lowering:
                     f"tensor that the module makes itself must become a parameter"
                 )
             index = self._add(node, node.meta["val"], "input", node.name)
-            inputs[node.name] = index
+            self.inputs[node.name] = index
         self.index_of[node] = index
 
     def _call(self, node: Node) -> None:

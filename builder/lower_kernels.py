@@ -13,6 +13,7 @@ from inkrt.builder.compile import Compiler
 from inkrt.errors import BuildError
 from inkrt.plugins.tactic import (
     Float32,
+    InputPointer,
     Int32,
     KernelLaunch,
     Output,
@@ -65,6 +66,7 @@ class Memory(Protocol):
     """What a lowering gives to allocate from."""
 
     specs: list[TensorSpec]
+    inputs: dict[str, int]
 
     def add_temporary(self, name: str, num_bytes: int) -> int:
         """A uint8 tensor for this launch alone; gives its index."""
@@ -108,12 +110,12 @@ class KernelLowering:
             return packed[name] if name in packed else _tensors(name, args[name])
 
         def lower_param(param: Param) -> KernelParam:
-            if isinstance(param, Int32):
-                return IntParam(param.value)
-            if isinstance(param, Float32):
-                return FloatParam(param.value)
+            if isinstance(param, Int32 | Float32):
+                return _number(param)
             if isinstance(param, Output):
                 return TensorParam(outputs[param.index])
+            if isinstance(param, InputPointer):
+                return TensorParam(self._memory.inputs[param.name])
             if isinstance(param, Scratch):
                 if param.name not in scratch:
                     scratch[param.name] = self._scratch(param)
@@ -167,6 +169,10 @@ class KernelLowering:
                 packing.name, storages[0], packing.num_bytes(shapes)
             )
         return self._packed_index[storages[0]]
+
+
+def _number(param: Int32 | Float32) -> KernelParam:
+    return IntParam(param.value) if isinstance(param, Int32) else FloatParam(param.value)
 
 
 def _tensors(name: str, argument: Argument) -> tuple[int, ...]:

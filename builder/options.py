@@ -25,10 +25,11 @@ class BuildOptions:
         max_batch_size: sessions that can be open at once.
         dtype: compute dtype; "auto" takes the checkpoint's.
         max_verify_tokens: width of the widest verify step (drafted tokens and one); 1 for none.
-        prefill_chunk: tokens of the prefill step; 0 takes what the target can do, which is 64 on
-            the CPU and none on a GPU yet: there, prompts go through verify steps.
+        prefill_chunk: tokens of the prefill step; 0 takes what suits the target: 64 on the CPU, 512
+            on a GPU, where a chunk reads nearly all experts however short it is.
         keep_intermediates: every intermediate tensor has memory of its own, so that a parity report
-            can read all of them after a step; otherwise they share memory by lifetime.
+            can read all of them after a step; otherwise they share memory by lifetime. Rings are as
+            on a GPU, so that plans of all targets have the same launches.
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
     """
 
@@ -54,7 +55,7 @@ class BuildOptions:
         default=MAX_VERIFY_TOKENS, metadata={"help": "widest verify step, 1 for none"}
     )
     prefill_chunk: int = field(
-        default=0, metadata={"help": "tokens of a prefill step; 0: what the target can do"}
+        default=0, metadata={"help": "tokens of a prefill step; 0: what suits the target"}
     )
     keep_intermediates: bool = field(
         default=False, metadata={"help": "own memory for every intermediate, for parity reports"}
@@ -81,10 +82,6 @@ class BuildOptions:
         if not 1 <= self.max_verify_tokens <= MAX_VERIFY_TOKENS:
             raise ConfigError(
                 f"max verify tokens must be 1 to {MAX_VERIFY_TOKENS}, got {self.max_verify_tokens}"
-            )
-        if self.prefill_chunk and self.target != "cpu":
-            raise ConfigError(
-                f"prefill steps are not supported on {self.target} yet; leave prefill chunk at 0"
             )
         if self.prefill_chunk and self.prefill_chunk <= MAX_VERIFY_TOKENS:
             raise ConfigError(

@@ -8,10 +8,9 @@ def engine_steps(options: BuildOptions) -> list[StepSpec]:
     """`decode` and `verify2`.. with logits for every row, `prefill<N>` with those of the last.
 
     Args:
-        options: with 0 replaced by what it stands for; a chunk of 0 then means no prefill step.
+        options: with 0 replaced by what it stands for.
     """
     widths = range(2, options.max_verify_tokens + 1)
     verify = [StepSpec(f"verify{width}", width, width) for width in widths]
-    chunks = [options.prefill_chunk] if options.prefill_chunk else []
-    prefill = [StepSpec(f"prefill{chunk}", chunk, 1) for chunk in chunks]
-    return [StepSpec("decode", 1, 1), *verify, *prefill]
+    chunk = options.prefill_chunk
+    return [StepSpec("decode", 1, 1), *verify, StepSpec(f"prefill{chunk}", chunk, 1)]

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor, nn
 
 # Positions a session can always go back from the furthest one it has written: the widest verify
-# step (8) and a margin. Rings are this much longer than what one step looks back.
+# step (8) and a margin. Rings are at least this much longer than what one step looks back.
 ROLLBACK_TOKENS = 13
 
 
-def ring_tokens(look_back: int, multiple: int = 16) -> int:
-    """Length of a ring whose readers look back `look_back` positions: a multiple of `multiple`."""
-    return -(-(look_back + ROLLBACK_TOKENS) // multiple) * multiple
+def ring_tokens(look_back: int, multiple: int = 16, ahead: int = ROLLBACK_TOKENS) -> int:
+    """Length of a ring whose readers look back `look_back` positions.
+
+    Args:
+        look_back: positions before a step that its first row reads.
+        multiple: of which the length is one.
+        ahead: positions from there on that may be written without harm to that row.
+    """
+    return -(-(look_back + ahead) // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +51,15 @@ class StateOptions:
         page_tokens: positions per page of a paged buffer.
         kv_ring_multiple: rings of keys and values have a multiple of this many positions; kernels
             that read them page by page want page_tokens.
+        kv_ring_ahead: such rings have room for this many positions behind a window; kernels that
+            write a step's keys before they read want its widest step's.
     """
 
     num_slots: int
     max_seq_len: int
     page_tokens: int
     kv_ring_multiple: int = 16
+    kv_ring_ahead: int = ROLLBACK_TOKENS
 
     @property
     def pages_per_session(self) -> int:

@@ -24,6 +24,8 @@ TARGETS = {
     ("decode", 262_000): (1.98, 2.50, 2.30),
     ("verify8", 8192): (1.1, 2.3, 1.6),
 }
+# Of a prompt of 8192 tokens, likewise; its chunks are timed one by one.
+PROMPT, PROMPT_TARGETS = 8192, (59, 110, 85)
 
 
 def main() -> int:
@@ -56,8 +58,33 @@ def main() -> int:
                     "launches": row.get("launches"),
                 }
             )
+    objects.append(prompt_object(options))
     options.out.write_text(json.dumps(objects, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def prompt_object(options: argparse.Namespace) -> dict[str, Any]:
+    """The sum of all chunks of a prompt, each behind those before it."""
+    command = "ink-bench engine ENGINE --steps prefill --runs 10 --contexts "
+    (first,) = bench(options.engine, f"{command}0", profile=options.profile)["rows"]
+    chunk = int(first["step"].removeprefix("prefill"))
+    command += ",".join(map(str, range(0, PROMPT, chunk)))
+    result = bench(options.engine, command, profile=False)
+    floor, must, goal = PROMPT_TARGETS
+    return {
+        "workload": f"Flint NVFP4 prefill of {PROMPT} tokens in chunks of {chunk}",
+        "value": round(sum(row["median_us"] for row in result["rows"]) / 1e3, 2),
+        "unit": "ms",
+        "floor": floor,
+        "must": must,
+        "goal": goal,
+        "command": command,
+        "commit": options.commit,
+        "device": result["device"],
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "chunk_ms": [round(row["median_us"] / 1e3, 3) for row in result["rows"]],
+        "without_us": first.get("without_us"),
+    }
 
 
 def bench(engine: Path, command: str, *, profile: bool) -> dict[str, Any]:

@@ -181,6 +181,20 @@ INK_DEVICE void copy_async4(void* to_smem, const void* from) {
 INK_DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// Sixteen bytes, past the L1, in groups: a thread's copies since its last commit are a group, and
+// it can wait for all but the N latest ones.
+INK_DEVICE void copy_async16(void* to_smem, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem_address(to_smem)),
+               "l"(from)
+               : "memory");
+}
+INK_DEVICE void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N>
+INK_DEVICE void copy_async_wait_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 // ---- programmatic dependent launch ----
 // Returns when every kernel that this one depends on has ended and its writes are visible.
@@ -212,6 +226,21 @@ INK_DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of bf16 from shared memory; lane l gives the address of row l % 8 of matrix
+// l / 8. Lane 4g + t gets elements 2t, 2t + 1 of row g, transposed: of column g.
+INK_DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address(row))
+               : "memory");
+}
+INK_DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address(row))
+               : "memory");
 }
 
 // ---- bounded waiting ----
@@ -273,6 +302,10 @@ INK_DEVICE void bulk_load_once(void* to_smem, const void* from, u32 num_bytes, u
 // To the L2 only.
 INK_DEVICE void bulk_prefetch(const void* from, u32 num_bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
+}
+// Orders this thread's writes to shared memory with bulk copies and wgmma that follow.
+INK_DEVICE void fence_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- clusters ----

@@ -88,6 +88,19 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class InputPointer:
+    """Kernel parameter: address of an input of the step that is no argument of the operator.
+
+    Wide steps may leave rows from `num_tokens` on undefined, which no operator's result needs.
+
+    Attributes:
+        name: e.g. "num_tokens".
+    """
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Int32:
     """Kernel parameter: a 32-bit integer."""
 
@@ -101,7 +114,7 @@ class Float32:
     value: float
 
 
-Param = Pointer | Output | Scratch | Table | Int32 | Float32
+Param = Pointer | Output | Scratch | Table | InputPointer | Int32 | Float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ class Attention(nn.Module):
         self.sinks = parameter(self.num_heads, dtype=torch.float32)
         self.o_proj = Matrix(config.hidden_size, width, dtype=dtype, is_nvfp4=is_nvfp4)
         if is_sliding:
-            rows = (state.num_slots, ring_tokens(self.window - 1, state.kv_ring_multiple))
+            ring = ring_tokens(self.window - 1, state.kv_ring_multiple, state.kv_ring_ahead)
+            rows = (state.num_slots, ring)
         else:
             rows = (state.num_pages, state.page_tokens)
         cache = (*rows, self.num_kv_heads, self.head_dim)

@@ -49,7 +49,8 @@ class Attention(nn.Module):
         if self.is_sliding:
             self.k_conv: nn.Module = ShortConv(kv_width, config.conv_kernel_size, dtype, state)
             self.v_conv: nn.Module = ShortConv(kv_width, config.conv_kernel_size, dtype, state)
-            rows = (state.num_slots, ring_tokens(shape.window - 1, state.kv_ring_multiple))
+            ring = ring_tokens(shape.window - 1, state.kv_ring_multiple, state.kv_ring_ahead)
+            rows = (state.num_slots, ring)
         else:
             taps = config.conv_kernel_size
             self.k_conv = DynamicShortConv(self.num_kv_heads, kv_width, taps, hidden, dtype, state)

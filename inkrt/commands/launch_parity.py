@@ -40,34 +40,44 @@ class LaunchDistance:
     relative_error: float
 
 
-def compare_launches(cpu: "Engine", gpu: "Engine", tokens: list[int]) -> list[LaunchDistance]:
-    """Run `tokens` as one decode or verify step from position 0 on both engines.
+def compare_launches(
+    cpu: "Engine", gpu: "Engine", tokens: list[int], *, before: list[int] | None = None
+) -> list[LaunchDistance]:
+    """Run `tokens` as one step on both engines.
 
     Args:
-        cpu: engine for the CPU.
+        cpu: engine for the CPU, built with `keep_intermediates` too, and with the same steps.
         gpu: engine for a GPU, built with `keep_intermediates`.
-        tokens: no more than the widest verify step of either takes.
+        tokens: no more than the widest step takes.
+        before: tokens in front, in steps of their own; None for none.
     """
     assert isinstance(cpu.executor, CpuExecutor)
     assert isinstance(gpu.executor, CudaExecutor)
-    step = "decode" if len(tokens) == 1 else f"verify{len(tokens)}"
+    steps = sorted(gpu.config.steps, key=lambda step: step.num_tokens)
+    step = next(step.name for step in steps if step.num_tokens >= len(tokens))
     expected: list[list[Tensor]] = []
 
     def observe(_input: StepInput, _launch: Launch, outputs: "list[Tensor]") -> None:
         expected.append([output.clone() for output in outputs])
 
-    cpu.executor.observer = observe
     with cpu.session() as session:
-        session.step(tokens, Sampling())
+        if before:
+            session.prefill(before, Sampling())
+        cpu.executor.observer = observe
+        session.prefill(tokens, Sampling())
     cpu.executor.observer = None
     with gpu.session() as session:
-        session.step(tokens, Sampling())
+        if before:
+            session.prefill(before, Sampling())
+        session.prefill(tokens, Sampling())
     plan = gpu.executor.plan(step)
     distances = []
     for index, launch in enumerate(plan.launches):
         for number in _written(launch):
             want = expected[index][number]
             got = _read(gpu.executor, plan, launch.outputs[number], want)
+            if len(want) == plan.num_tokens:
+                got, want = got[: len(tokens)], want[: len(tokens)]
             error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
             distances.append(LaunchDistance(index, launch.op, launch.module, number, float(error)))
     return distances

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from inkrt.plugins.tactic import (
     Float32,
+    InputPointer,
     Int32,
     KernelLaunch,
     Output,
@@ -89,6 +90,10 @@ class Bound:
     late: tuple[Buffer, ...]
 
 
+# Scratch that a tiled kernel writes and a later one of its tactic reads.
+_TILES_LATE = {"angles", "counts", "lists", "pair_weights", "y"}
+
+
 def bind(
     backend: Backend,
     tactic: Tactic,
@@ -105,6 +110,8 @@ def bind(
             return outputs[param.index]
         if isinstance(param, Pointer):
             return arguments[param.argument]
+        if isinstance(param, InputPointer):
+            return arguments[param.name]
         if param.name not in scratch:
             fill = POISON if param.fill is None else param.fill
             scratch[param.name] = empty(backend, param.num_bytes, fill)
@@ -113,7 +120,7 @@ def bind(
     def is_late(param: Param) -> bool:
         if isinstance(param, Pointer):
             return param.argument in _LATE
-        return isinstance(param, Scratch) and param.name in _LATE
+        return isinstance(param, Scratch) and param.name in _LATE | _TILES_LATE
 
     bound = []
     for kernel in tactic.kernels:

@@ -243,11 +243,11 @@ class Checks:
         for width, both in caches.items():
             count = min(valid, width)
             for cache, bits, values in zip("kv", both, parts[1:], strict=True):
-                got, rest = _cache_rows(bits, d.kv_heads, table, positions[:count], ring)
+                got, rest = cache_rows(bits, d.kv_heads, table, positions[:count], ring)
                 self._close(f"{name} T={width} {cache} rows", from_bits(got), values[:count], 4e-3)
                 clean = bool((rest == 0xFFFF).all())
                 self.report(f"{name} T={width} {cache} other rows untouched", clean, "")
-                wide = _cache_rows(
+                wide = cache_rows(
                     caches[MOST][cache == "v"], d.kv_heads, table, positions[:count], ring
                 )
                 self._equal(f"{name} T={width} {cache} rows equal those of T=8", got, wide[0])
@@ -387,7 +387,7 @@ def _bits_of(rows: NDArray[np.uint8], width: int) -> Bits:
     return rows.view(np.uint16).reshape(MOST, width)
 
 
-def _cache_rows(
+def cache_rows(
     cache: Bits, kv_heads: int, where: NDArray[np.int32], positions: NDArray[np.int64], ring: int
 ) -> tuple[Bits, Bits]:
     """The rows [count, kv heads, 128] of some positions, and everything else."""

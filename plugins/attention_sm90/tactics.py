@@ -1,12 +1,14 @@
-"""Tactics of decode and verify attention on sm_90a, for the attention operators' `tactics.py`.
+"""Tactics of attention on sm_90a, for the attention operators' `tactics.py`.
 
-Two kernels: attention.cu on wgmma for head dim 128 and up to eight q heads per kv head, and
-attention_simple.cu for every other shape that plugins.kv_layout can store, and for other GPUs.
-Both expect the step's own rows in the cache and use the layout of plugins.kv_layout.
+Three kernels: attention.cu on wgmma for steps of up to eight tokens, head dim 128 and up to eight q
+heads per kv head; attention_tile.cu for wider steps of head dim 128; and attention_simple.cu for
+every other shape that plugins.kv_layout can store, and for other GPUs' narrow steps. All expect the
+step's own rows in the cache and use the layout of plugins.kv_layout.
 
 A token's bits follow from its position and from how keys are split, so candidates for one call
 differ only in what leaves bits alone (the group of tokens of a block, stages), and the split does
 not depend on T. Steps of one engine may therefore choose tactics independently, but not kernels.
+The tiled kernel's rows are near to those of the others, not equal.
 """
 
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ _HEAD_DIM = 128
 _MAX_HEADS_PER_KV = 8
 _STAGE_BYTES = 2 * PAGE_TOKENS * _HEAD_DIM * 2
 _THREADS = 256
+_TILE_TOKENS = 64
 _WARPS = 8
 
 
@@ -131,13 +134,15 @@ def sink_attention_tactics(target: str, args: CallArgs) -> list[Tactic]:
         args: of the call, by parameter name.
 
     Returns:
-        An empty list where no kernel of this folder fits: other targets, steps of more than
-        MAX_VERIFY_TOKENS rows, dtypes other than bfloat16, caches that are not made of whole
-        pages of 64 tokens or rings that cannot hold the window and the step.
+        An empty list where no kernel of this folder fits: other targets, dtypes other than
+        bfloat16, caches that are not made of whole pages of 64 tokens, or rings that cannot hold
+        the window and the step.
     """
     call = read_call(args)
     if target not in GPU_TARGETS or call is None:
         return []
+    if call.num_tokens > MAX_VERIFY_TOKENS and call.head_dim == _HEAD_DIM:
+        return [tile_tactic(call)]
     if target != HOPPER or call.head_dim != _HEAD_DIM or call.heads_per_kv > _MAX_HEADS_PER_KV:
         return [simple_tactic(call)]
     return [fast_tactic(call, split) for split in splits(call)]
@@ -156,7 +161,6 @@ def read_call(args: CallArgs) -> Call | None:
     is_paged = table is not None
     fits = (
         q.dtype == torch.bfloat16
-        and num_tokens <= MAX_VERIFY_TOKENS
         and has_layout(head_dim)
         and (rows == PAGE_TOKENS if is_paged else rows % PAGE_TOKENS == 0)
         # The step's rows are in the ring before the oldest key is read.
@@ -232,6 +236,40 @@ def fast_tactic(call: Call, split: Split) -> Tactic:
     )
     name = f"wgmma_{split.cluster}x{split.clusters}_group{split.group}_stages{split.stages}"
     return Tactic(name, (kernel,), call.bytes, call.flops)
+
+
+def tile_tactic(call: Call) -> Tactic:
+    """The kernel for wide steps of head dim 128."""
+    heads = 2 if call.heads_per_kv % 2 == 0 else 1
+    blocks = -(-call.num_tokens // _TILE_TOKENS) * (call.num_heads // heads)
+    kernel = KernelLaunch(
+        source=_FOLDER / "attention_tile.cu",
+        entry="tile_sink_attention",
+        defines=(
+            ("ATTN_CHUNK", call.num_tokens),
+            ("ATTN_BLOCK_HEADS", heads),
+            ("ATTN_KV_HEADS", call.num_kv_heads),
+            ("ATTN_HEADS_PER_KV", call.heads_per_kv),
+            ("ATTN_WINDOW", call.window),
+            ("ATTN_RING_ROWS", call.ring_rows),
+        ),
+        grid=(blocks, 1, 1),
+        block=(128 * heads, 1, 1),
+        params=(
+            Pointer("q"),
+            Pointer("sinks"),
+            Pointer("k_cache"),
+            Pointer("v_cache"),
+            call.entries,
+            Pointer("position"),
+            Pointer("num_tokens"),
+            Output(),
+            Scratch("error", 4, 0),
+            Float32(call.scale),
+        ),
+        smem_bytes=2 * _STAGE_BYTES + 1024,  # two stages and their barriers
+    )
+    return Tactic(f"tile_64x{heads}", (kernel,), call.bytes, call.flops)
 
 
 def simple_tactic(call: Call) -> Tactic:

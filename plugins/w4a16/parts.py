@@ -9,13 +9,14 @@ from dataclasses import replace
 import torch
 
 from inkrt.plugins.tactic import GPU_TARGETS, Param, Pointer, Tactic, TensorArg
+from inkrt.plugins.w4a16 import tile_tactics
 from inkrt.plugins.w4a16.shapes import MAX_TOKENS, Dims
 from inkrt.plugins.w4a16.tactics import Names, moe
 
 
 def is_supported(target: str, x: TensorArg) -> bool:
     """Whether the kernels take activations [T, K] on a target."""
-    return target in GPU_TARGETS and x.dtype == torch.bfloat16 and x.shape[0] <= MAX_TOKENS
+    return target in GPU_TARGETS and x.dtype == torch.bfloat16
 
 
 def matrix_names(
@@ -44,6 +45,8 @@ def router(dims: Dims, num_tokens: int, *, eps: float, has_delta: bool, names: N
         has_delta: whether `delta` is added.
         names: see `moe`; residual, z, logits and shared_hidden are outputs.
     """
+    if num_tokens > MAX_TOKENS:
+        return tile_tactics.router(dims, num_tokens, eps=eps, has_delta=has_delta, names=names)
     whole = moe(replace(dims, width=256), num_tokens, eps=eps, has_delta=has_delta, names=names)
     rows = dims.experts + 2 * dims.shared_width
     size = rows * dims.hidden
@@ -65,6 +68,8 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
         num_tokens: T.
         names: see `moe`; z, logits and shared_hidden are arguments, out is an output.
     """
+    if num_tokens > MAX_TOKENS:
+        return tile_tactics.experts(dims, num_tokens, names=names)
     whole = moe(dims, num_tokens, eps=1e-6, names=names)
     before = router(dims, num_tokens, eps=1e-6, has_delta=True, names=names)
     return Tactic(

@@ -200,6 +200,31 @@ def stream_bytes(dims: Dims, depth: int, *, norm: bool) -> int:
     return struct_bytes(*members, (256, 4), (256, 4))
 
 
+def tiled_bytes(
+    dims: Dims, warp_tiles: int, token_tiles: int, stages: int, out_rows: int, *, row_major: bool,
+    lists: int,
+) -> int:  # fmt: skip
+    """`Shared` of the tiled kernels, see tile.cuh.
+
+    Args:
+        dims: sizes; only the kind of weights matters.
+        warp_tiles: row tiles of a warp.
+        token_tiles: of eight tokens.
+        stages: steps of K.
+        out_rows: results of a token.
+        row_major: a bf16 matrix that is not packed.
+        lists: of a number for each token.
+    """
+    step_k = 128 if dims.bf16 or row_major else 256
+    row_bytes = 2 * (step_k + 8)
+    tokens = 8 * token_tiles
+    step = 16 * row_bytes if row_major else dims.chunk_bytes * step_k // 256
+    stage = struct_bytes((4 * warp_tiles * step, 128), (tokens * row_bytes, 16))
+    out = struct_bytes((tokens * (out_rows + 8) * 2, 16))
+    size = struct_bytes((max(stages * stage, out), 128), (lists * tokens * 4, 4))
+    return check_smem("tile", size)
+
+
 def sample_bytes(vocab: int, parts: int, threads: int) -> int:
     """`Shared` of sample.cu."""
     warps = threads // 32

@@ -7,6 +7,8 @@ the names used here) and take the result as it is. Two rules bind a plan:
 * position, slot and page table must not change during a step: `qkv` reads them before its wait.
 * one step at a time on a GPU: blocks of `qkv` wait for each other, so all must find a place.
 
+Steps of more than 8 tokens take the kernels of `tile_tactics`, from the same names.
+
 The classes: blocks of qkv, linear and (one token) gate_up take more than half of an SM's shared
 memory and few registers, those of the router more than half of the registers. So two blocks of one
 kernel never share an SM while another SM idles, and a block of the next kernel still fits beside
@@ -14,6 +16,7 @@ each.
 """
 
 from inkrt.plugins.tactic import Float32, Int32, Output, Pointer, Scratch, Tactic
+from inkrt.plugins.w4a16 import tile_tactics
 from inkrt.plugins.w4a16.launches import (
     Names,
     candidates,
@@ -97,8 +100,13 @@ def qkv(
     Raises:
         BuildError: sizes that the kernel does not take.
     """
-    check_tokens("qkv", num_tokens)
     check_width("qkv", "hidden", dims.hidden, MAX_NORM_WIDTH)
+    if num_tokens > MAX_TOKENS:
+        return tile_tactics.qkv(
+            dims, num_tokens, eps=eps, rope_theta=rope_theta, ring_rows=ring_rows,
+            has_delta=has_delta, names=names,
+        )  # fmt: skip
+    check_tokens("qkv", num_tokens)
     require(ring_rows % PAGE == 0, "qkv", f"ring_rows={ring_rows}, expected a multiple of {PAGE}")
     heads = dims.heads + 2 * dims.kv_heads
     if blocks is None:
@@ -154,6 +162,8 @@ def linear(
 
     Names: x, codes, scales, global_scale; y is output 0 by default.
     """
+    if num_tokens > MAX_TOKENS:
+        return tile_tactics.linear(dims, num_tokens, rows=rows, width=width, names=names)
     check_tokens("linear", num_tokens)
     check_width("linear", "width", width, 8192)
     kernel = launch(
@@ -200,20 +210,20 @@ def dense_mlp(
     Names: as `dense_gate_up`, with gate_up_codes, gate_up_scales, gate_up_scale, and down_codes,
     down_scales, down_scale; out (bf16 [T, H]) and residual are outputs 0 and 1 by default.
     """
-    given = names or {}
+    given: Names = {
+        "codes": Pointer("gate_up_codes"),
+        "scales": Pointer("gate_up_scales"),
+        "global_scale": Pointer("gate_up_scale"),
+        "down_codes": Pointer("down_codes"),
+        "down_scales": Pointer("down_scales"),
+        "down_scale": Pointer("down_scale"),
+        **(names or {}),
+    }
+    if num_tokens > MAX_TOKENS:
+        return tile_tactics.dense_mlp(dims, num_tokens, eps=eps, has_delta=has_delta, names=given)
     middle = Scratch("middle", num_tokens * dims.dense_width * 2)
     first = dense_gate_up(
-        dims,
-        num_tokens,
-        eps=eps,
-        has_delta=has_delta,
-        names={
-            "codes": Pointer("gate_up_codes"),
-            "scales": Pointer("gate_up_scales"),
-            "global_scale": Pointer("gate_up_scale"),
-            **given,
-            "out": middle,
-        },
+        dims, num_tokens, eps=eps, has_delta=has_delta, names={**given, "out": middle}
     )
     second = linear(
         dims,
@@ -222,9 +232,9 @@ def dense_mlp(
         width=dims.dense_width,
         names={
             "x": middle,
-            "codes": given.get("down_codes", Pointer("down_codes")),
-            "scales": given.get("down_scales", Pointer("down_scales")),
-            "global_scale": given.get("down_scale", Pointer("down_scale")),
+            "codes": given["down_codes"],
+            "scales": given["down_scales"],
+            "global_scale": given["down_scale"],
             "y": given.get("out", Output(0)),
         },
     )
@@ -283,8 +293,7 @@ def lm_head(
 
 
 def embed(dims: Dims, num_tokens: int, *, names: Names | None = None) -> Tactic:
-    """Out bf16 [T, H] = table bf16 [vocab, H] at tokens int32 [T]."""
-    check_tokens("embed", num_tokens)
+    """Out bf16 [T, H] = table bf16 [vocab, H] at tokens int32 [T], for any T."""
     require(dims.hidden % 8 == 0, "embed", f"hidden={dims.hidden}, expected a multiple of 8")
     kernel = launch(
         "embed",

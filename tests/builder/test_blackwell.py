@@ -24,5 +24,7 @@ def test_flint_compiles_for_blackwell(tmp_path: Path) -> None:
     assert read_config(tmp_path / "engine").target == "sm_100a"
     code = read_code(tmp_path / "engine", 0)
     kernels = [k for plan in code.plans.values() for x in plan.launches for k in x.kernels]
-    assert {"qkv", "simple_sink_attention", "gate_up", "sample"} <= {k.entry for k in kernels}
+    entries = {kernel.entry for kernel in kernels}
+    assert {"qkv", "simple_sink_attention", "gate_up", "sample"} <= entries
+    assert {"tile_qkv", "tile_sink_attention", "tile_experts", "tile_combine"} <= entries
     assert all(kernel.cubin in code.cubins for kernel in kernels)

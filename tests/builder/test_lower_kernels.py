@@ -26,6 +26,7 @@ from inkrt.engines.interface import Sharding
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Plugin
 from inkrt.plugins.tactic import (
+    InputPointer,
     Int32,
     KernelLaunch,
     Output,
@@ -68,7 +69,8 @@ def tactics(layout: str = "joined") -> dict[str, Tactic]:
         Table(TABLE), Pointer("x"), Pointer("down", 1), Output(1), Scratch("s", 8, 0), Int32(7),
         Table(TABLE),
     )  # fmt: skip
-    qkv, moe = kernel(Pointer("qkv"), Pointer("k_cache")), kernel(Pointer("gate_up"))
+    qkv = kernel(Pointer("qkv"), Pointer("k_cache"))
+    moe = kernel(Pointer("gate_up"), InputPointer("num_tokens"))
     return {
         "flint_layers": Tactic("all", (layers,), 9, 0, (packing("qkv"), packing("gate_up"))),
         "norm_qkv_rope": Tactic("one", (qkv,), 9, 0, (packing("qkv", layout),)),
@@ -140,6 +142,16 @@ def test_table_has_a_row_per_layer(build: Build) -> None:
     spaces = [(spec.space, spec.storage) for spec in specs(plan, indices)]
     down_of_last = ("weight", "layers.3.mlp.down.weight")
     assert spaces == [("arena", ""), down_of_last, ("arena", ""), ("scratch", "")]
+
+
+def test_kernels_may_read_inputs_that_are_no_arguments(build: Build) -> None:
+    plan = build()[0]["verify3"]
+    launch = launch_of(plan, "flint_moe")
+    _, num_tokens = launch.kernels[0].params
+    assert "num_tokens" not in launch.args
+    assert num_tokens == TensorParam(plan.inputs["num_tokens"])
+    (spec,) = specs(plan, [num_tokens.tensor])
+    assert (spec.space, spec.storage, spec.dtype) == ("input", "num_tokens", "int32")
 
 
 def test_steps_share_packed_weights(build: Build) -> None:

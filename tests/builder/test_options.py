@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_flint import write_small as write_flint
 from small_model import OPTIONS, edit_config, write_small
 
 from inkrt.builder.build import build_engine, prepare, rebuild_command
@@ -100,6 +101,22 @@ def test_options_are_kept_with_what_they_stand_for(checkpoint: Path, engine: Pat
     assert "--max-seq-len 200" in config.rebuild_command
     options = dataclasses.replace(OPTIONS, max_seq_len=0)
     assert prepare(Checkpoint(checkpoint), options).options.max_seq_len == 4096
+
+
+def test_rings_have_room_for_a_chunk_where_kernels_write_first(tmp_path: Path) -> None:
+    """Window 21: 20 older positions, and 13 to roll back or the widest step."""
+    checkpoint = write_flint(tmp_path / "checkpoint")
+    cpu = BuildOptions(max_seq_len=200, prefill_chunk=70, max_verify_tokens=1)
+    for options, ring in (
+        (cpu, 48),
+        (dataclasses.replace(cpu, keep_intermediates=True), 128),
+        (dataclasses.replace(cpu, keep_intermediates=True, prefill_chunk=9), 64),
+        (dataclasses.replace(cpu, keep_intermediates=True, prefill_chunk=0), 128),  # 64 + 20
+    ):
+        layout = prepare(Checkpoint(checkpoint), options).state
+        rings = {spec.shape[1] for spec in layout.buffers if spec.kind == "ring"}
+        assert rings == {ring}
+        assert layout.rollback_tokens == 13
 
 
 def test_slots_and_steps(checkpoint: Path) -> None:

@@ -27,7 +27,9 @@ def engines(request, gpu, tmp_path_factory):
     write_checkpoint(folder / "checkpoint", model="flint-wide", format=request.param)
     opened = {}
     for target in ("cpu", "sm_90a"):
-        options = BuildOptions(target=target, max_seq_len=1024, max_verify_tokens=4)
+        options = BuildOptions(
+            target=target, max_seq_len=1024, max_verify_tokens=4, prefill_chunk=64
+        )
         build_engine(folder / "checkpoint", folder / target, options)
         opened[target] = Engine.open(folder / target)
     yield opened

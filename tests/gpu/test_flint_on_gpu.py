@@ -40,8 +40,9 @@ def engines(request, gpu, tmp_path_factory):
     for target in ("cpu", "sm_90a"):
         engine = folder / target
         options = BuildOptions(
-            target=target, weights="dummy", max_batch_size=2, keep_intermediates=True
-        )
+            target=target, weights="dummy", max_batch_size=2, prefill_chunk=64,
+            keep_intermediates=True,
+        )  # fmt: skip
         build_engine(folder, engine, options)
         opened[target] = Engine.open(engine)
     yield opened

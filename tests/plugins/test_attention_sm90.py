@@ -135,13 +135,26 @@ def test_calls_without_a_kernel() -> None:
     assert sink_attention_tactics("sm_80", call_args(FULL)) == []
     (other_gpu,) = sink_attention_tactics("sm_100a", call_args(FULL))
     assert other_gpu.name == "simple"
-    assert find(replace(FULL, num_tokens=9)) == []
     assert find(replace(FULL, head_dim=10)) == []
     assert find(replace(SLIDING, ring_rows=512)) == []  # cannot hold the window and eight rows
     assert find(replace(SLIDING, ring_rows=580)) == []  # not made of pages
+    assert find(replace(SLIDING, num_tokens=128)) == []  # the ring has no room for the step
     pages_of_16 = TensorArg((40, 16, 4, 128), torch.bfloat16)
     assert find(FULL, k_cache=pages_of_16) == []
     assert find(FULL, q=TensorArg((8, 32, 128), torch.float32)) == []
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_wide_steps_get_the_tiled_kernel(target: str) -> None:
+    wide = replace(SLIDING, num_tokens=100, ring_rows=640)
+    for call, heads in ((wide, 2), (replace(wide, heads_per_kv=3), 1)):
+        (tactic,) = sink_attention_tactics(target, call_args(call))
+        (kernel,) = tactic.kernels
+        assert kernel.entry == "tile_sink_attention"
+        assert kernel.grid == (2 * call.num_heads // heads, 1, 1)  # two blocks of 64 tokens
+        assert kernel.block == (128 * heads, 1, 1)
+    (other,) = sink_attention_tactics(target, call_args(replace(wide, head_dim=64)))
+    assert other.name == "simple"
 
 
 # ---- compilation
@@ -154,11 +167,18 @@ def relative(call: Call, split: Split) -> KernelLaunch:
     return replace(kernel, entry="relative_attention", defines=tuple(defines.items()))
 
 
+def wide_ring() -> Call:
+    """A ring with room for 512 tokens."""
+    return replace(SLIDING, ring_rows=1024)
+
+
 def kernels() -> list[KernelLaunch]:
     """The first choice of narrow, odd and wide steps, other forms, and the simple kernel."""
     calls = [replace(c, num_tokens=t) for c in (FULL, SLIDING) for t in (1, 3, 8)]
     calls += [replace(FULL, head_dim=32), replace(SLIDING, head_dim=64, heads_per_kv=4)]
     found = [find(call)[0].kernels[0] for call in calls]
+    found += [find(replace(call, num_tokens=512))[0].kernels[0] for call in (FULL, wide_ring())]
+    found += [find(replace(FULL, num_tokens=9, heads_per_kv=3))[0].kernels[0]]
     inkling = Call(8, 8, 6, 128, 0, 0, 128**-0.5)
     ring = replace(inkling, window=1024, ring_rows=1088)
     return [

@@ -31,6 +31,7 @@ typedef u16 bf16;
 #define __device__
 #define __global__
 #define __constant__ static const
+#define __shared__ static  // of one block at a time, unless blocks run together
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
@@ -303,6 +304,12 @@ static inline u32 __float_as_uint(float v) {
   u32 r;
   memcpy(&r, &v, 4);
   return r;
+}
+static inline float rsqrtf(float x) {
+  return 1.f / sqrtf(x);
+}
+static inline float __int_as_float(int v) {
+  return emu::as<float>((u32)v);
 }
 static inline float __fmul_rn(float a, float b) {
   return a * b;

@@ -103,9 +103,32 @@ static inline u64 load_arrivals(const u64* p) {
 static inline void copy_async4(void* to, const void* from) {
   emu::current->copies.push_back({to, from, 4});
 }
+static inline void copy_async16(void* to, const void* from) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) emu::fail("misaligned copy");
+  emu::current->copies.push_back({to, from, 16});
+}
+static inline void copy_async_commit() {  // a group ends
+  emu::current->copies.push_back({nullptr, nullptr, 0});
+}
+static inline void emu_copy_groups(long left) {
+  auto& copies = emu::current->copies;
+  long groups = std::count_if(copies.begin(), copies.end(), [](auto& c) { return !c.to; });
+  size_t done = 0;
+  for (; done < copies.size() && groups > left; done++) {
+    if (!copies[done].to)
+      groups--;
+    else
+      memcpy(copies[done].to, copies[done].from, copies[done].bytes);
+  }
+  copies.erase(copies.begin(), copies.begin() + done);
+}
+template <int N>
+static inline void copy_async_wait_but() {
+  emu_copy_groups(N);
+}
 static inline void copy_async_wait() {
-  for (auto& c : emu::current->copies) memcpy(c.to, c.from, c.bytes);
-  emu::current->copies.clear();
+  copy_async_commit();
+  emu_copy_groups(0);
 }
 static inline void named_barrier(int id, int threads) {
   emu::meet(emu::current->block->named[id], [threads] { return (u64)threads; });
@@ -145,6 +168,25 @@ static inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     c[i] += sum;
   }
 }
+// Lane l gives row l % 8 of matrix l / 8.
+static inline void emu_matrices(u32 (&r)[4], const void* row, bool transposed) {
+  if ((uintptr_t)row % 16) emu::fail("misaligned matrix row");
+  const u64 mine = (u64)(uintptr_t)row;
+  auto all = emu::exchange(&mine, 1);
+  const int lane = emu::current->index.x % 32, g = lane / 4, t = lane % 4;
+  for (int m = 0; m < 4; m++) {
+    auto element = [&](int i, int j) { return (u32)((const bf16*)all[8 * m + i][0])[j]; };
+    r[m] = transposed ? element(2 * t, g) | element(2 * t + 1, g) << 16
+                      : element(g, 2 * t) | element(g, 2 * t + 1) << 16;
+  }
+  emu::exchange(&mine, 1);  // all have read before one goes on
+}
+static inline void load_matrices(u32 (&r)[4], const void* row) {
+  emu_matrices(r, row, false);
+}
+static inline void load_matrices_transposed(u32 (&r)[4], const void* row) {
+  emu_matrices(r, row, true);
+}
 #define INK_SPIN_LIMIT (1u << 20)
 enum ErrorCode { ERROR_NONE = 0, ERROR_MBARRIER = 1, ERROR_SENTINEL = 2 };
 static inline void report_error(int* word, int code) {
@@ -182,6 +224,7 @@ static inline void bulk_load_once(void* to, const void* from, u32 num_bytes, u64
   bulk_load(to, from, num_bytes, bar);
 }
 static inline void bulk_prefetch(const void*, u32) {}
+static inline void fence_async() {}
 static inline void cluster_arrive() {
   emu::Cluster* c = emu::current->block->cluster;
   emu::current->cluster_phase = c->barrier.phase;

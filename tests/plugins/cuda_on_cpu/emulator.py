@@ -78,6 +78,7 @@ class Emulator:
         sources = [
             *_PLUGINS.glob("*.cuh"),
             *_PLUGINS.glob("w4a16/*.cu*"),
+            *_PLUGINS.glob("attention_sm90/*.cu*"),
             *_HERE.glob("*.cpp"),
             *_HERE.glob("*.h"),
         ]
