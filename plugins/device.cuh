@@ -165,10 +165,8 @@ INK_DEVICE u32 smem_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
 }
 
-// A barrier of some of the block's threads, whole warps; 0 is __syncthreads. A warp counts once, so
-// its lanes meet first.
+// A barrier of some of the block's threads, whole warps; 0 is __syncthreads.
 INK_DEVICE void named_barrier(int id, int threads) {
-  __syncwarp();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

@@ -13,7 +13,6 @@ INK_DEVICE u32 max_bf16x2(u32 a, u32 b) {  // -0 < +0
 // ---- barriers ----
 // As named_barrier; true for all threads if it is for one.
 INK_DEVICE bool named_barrier_or(int id, int threads, bool value) {
-  __syncwarp();
   u32 r;
   asm volatile(
       "{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %1, 0;\n\tbar.red.or.pred q, %2, %3, p;\n\t"

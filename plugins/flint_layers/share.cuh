@@ -19,7 +19,7 @@ namespace attention {
 constexpr int WINDOW_BLOCKS = 8;
 constexpr int EARLY_STAGES = 2;  // of the ring lie where nothing else is at the end of a layer
 // Pages of a layer without a window that each of the layers before requests for the L2.
-constexpr int L2_LAYERS = 3, L2_PAGES = 4;
+constexpr int L2_LAYERS = 3, L2_PAGES = 2;
 constexpr int JOIN_BARRIER = 6;
 // SUM_COPIES of a reference point and denominator fill a sector of the L2, see memory.cuh.
 static_assert(SUM_COPIES * WINDOW_BLOCKS == 32, "a copy a lane");

@@ -8,29 +8,28 @@
 constexpr int STAGE_VECTORS = WEIGHTS ? 1 : CHUNK_VECTORS;
 constexpr int STAGE_BYTES = CHUNK_BYTES / CHUNK_VECTORS * STAGE_VECTORS;
 
-// The warp's stages are used in turn: `request` STAGES times, then, for each stage in order,
-// `wait`, use what it gives, and `request` the one STAGES later.
+// The warp's stages are used in turn: all lanes call `request` STAGES times, then, for each stage
+// in order, `wait`, use what it gives, and `request` the one STAGES later.
 struct Ring {
-  u8* memory;  // of this warp, shared: STAGES * STAGE_BYTES
-  u64* full;   // likewise: STAGES barriers of one arrival
-  int* error;
+  u8* memory;  // of this warp, shared, STAGES * STAGE_BYTES
   int lane;
   int requested = 0, used = 0;
 
-  // from: of STAGE_BYTES in device memory, or null where no more is to come.
-  INK_DEVICE void request(const u8* from) {
+  // source: of STAGE_BYTES in device memory, or null where no more is to come.
+  INK_DEVICE void request(const u8* source) {
     __syncwarp();  // all lanes are done with the stage
-    const int stage = requested++ % STAGES;
-    if (lane == 0 && from) {
-      mbar_expect(full + stage, STAGE_BYTES);
-      bulk_load(memory + stage * STAGE_BYTES, from, STAGE_BYTES, full + stage);
-    }
+    u8* const stage = memory + requested++ % STAGES * STAGE_BYTES;
+    if (source)
+#pragma unroll
+      for (int i = 0; i < STAGE_BYTES; i += 512)
+        if (i + 512 <= STAGE_BYTES || lane * 16 < STAGE_BYTES - i)
+          copy_async16(stage + i + lane * 16, source + i + lane * 16);
+    copy_async_commit();
   }
   INK_DEVICE const u8* wait() {
-    const int stage = used % STAGES;
-    mbar_wait(full + stage, used++ / STAGES & 1, error);
+    copy_async_wait_but<STAGES - 1>();
     __syncwarp();
-    return memory + stage * STAGE_BYTES;
+    return memory + used++ % STAGES * STAGE_BYTES;
   }
 };
 

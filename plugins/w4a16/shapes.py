@@ -178,17 +178,12 @@ def experts_bytes(dims: Dims, stages: int) -> int:
     """`Shared` of experts.cu."""
     slots = MAX_TOKENS * dims.top_k
     stage = dims.chunk_bytes // 4 if dims.bf16 else dims.chunk_bytes
-    vectors, parts = dims.hidden // 64, live_warps(dims.hidden, MOE_WARPS)
-    has_halves = parts % 4 == 0 and vectors // 2 % (1 if dims.bf16 else 4) == 0
-    teams = MOE_WARPS // 2 if has_halves else MOE_WARPS
-    partial = (dims.shared_width // dims.width + slots) * 512
     return struct_bytes(
         (MOE_WARPS * stages * stage, 128),
         (max(MAX_TOKENS * (dims.hidden + 8), slots * (dims.width + 8)) * 2, 16),
-        (max(teams * 2 * 32 * 32, partial), 16),
+        ((dims.shared_width // dims.width + slots) * 512, 16),
         (route_bytes(dims), 8),
         (256, 4),
-        (MOE_WARPS * stages * 8, 8),
     )
 
 
