@@ -42,48 +42,64 @@ def main() -> int:
         command = f"ink-bench engine ENGINE --steps {step} --contexts {contexts} --runs 60"
         result = bench(options.engine, command, profile=options.profile)
         for row in result["rows"]:
-            floor, must, goal = TARGETS[step, row["context"]]
-            objects.append(
-                {
-                    "workload": f"Flint NVFP4 {step} at {row['context']}",
-                    "value": round(row["median_us"] / 1e3, 4),
-                    "unit": "ms",
-                    "floor": floor,
-                    "must": must,
-                    "goal": goal,
-                    "command": command,
-                    "commit": options.commit,
-                    "device": result["device"],
-                    "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-                    "launches": row.get("launches"),
-                }
+            figure = figure_of(
+                f"Flint NVFP4 {step} at {row['context']}",
+                row["median_us"],
+                TARGETS[step, row["context"]],
+                command,
+                options.commit,
+                result["device"],
             )
-    objects.append(prompt_object(options))
+            objects.append({**figure, "launches": row.get("launches")})
+    objects.append(prompt(options))
     options.out.write_text(json.dumps(objects, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def prompt_object(options: argparse.Namespace) -> dict[str, Any]:
+def prompt(options: argparse.Namespace) -> dict[str, Any]:
     """The sum of all chunks of a prompt, each behind those before it."""
     command = "ink-bench engine ENGINE --steps prefill --runs 10 --contexts "
-    (first,) = bench(options.engine, f"{command}0", profile=options.profile)["rows"]
+    first = bench(options.engine, f"{command}0", profile=options.profile)["rows"][0]
     chunk = int(first["step"].removeprefix("prefill"))
     command += ",".join(map(str, range(0, PROMPT, chunk)))
     result = bench(options.engine, command, profile=False)
-    floor, must, goal = PROMPT_TARGETS
+    chunks = [row["median_us"] for row in result["rows"]]
+    figure = figure_of(
+        f"Flint NVFP4 prefill of {PROMPT} tokens in chunks of {chunk}",
+        sum(chunks),
+        PROMPT_TARGETS,
+        command,
+        options.commit,
+        result["device"],
+    )
     return {
-        "workload": f"Flint NVFP4 prefill of {PROMPT} tokens in chunks of {chunk}",
-        "value": round(sum(row["median_us"] for row in result["rows"]) / 1e3, 2),
+        **figure,
+        "chunk_ms": [round(us / 1e3, 3) for us in chunks],
+        "launches": first.get("launches"),
+    }
+
+
+def figure_of(
+    workload: str,
+    us: float,
+    targets: tuple[float, float, float],
+    command: str,
+    commit: str,
+    device: str,
+) -> dict[str, Any]:
+    """One figure beside its floor, must and goal in ms."""
+    floor, must, goal = targets
+    return {
+        "workload": workload,
+        "value": round(us / 1e3, 4),
         "unit": "ms",
         "floor": floor,
         "must": must,
         "goal": goal,
         "command": command,
-        "commit": options.commit,
-        "device": result["device"],
+        "commit": commit,
+        "device": device,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "chunk_ms": [round(row["median_us"] / 1e3, 3) for row in result["rows"]],
-        "without_us": first.get("without_us"),
     }
 
 

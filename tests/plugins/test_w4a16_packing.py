@@ -175,7 +175,11 @@ def test_packings_know_their_size() -> None:
     [
         (lambda: qkv(Dims(hidden=320)), "hidden=320, expected a multiple of 256"),
         (lambda: qkv(Dims(hidden=4608)), "up to 2048"),
-        (lambda: qkv(FLINT, tokens=9), "T=9, expected 1 to 8"),
+        (lambda: qkv(FLINT, tokens=0), "T=0, expected 1 to 8"),
+        (
+            lambda: tactics.lm_head(FLINT, 9, eps=1e-6, logits=True, greedy=True),
+            "T=9, expected 1 to 8",
+        ),
         (lambda: qkv(FLINT, ring=100), "ring_rows=100"),
         (lambda: qkv(FLINT, blocks=133), "133 blocks for 40 heads and T=1, expected 40 to 132"),
         (lambda: qkv(FLINT, blocks=40), "shared memory"),
