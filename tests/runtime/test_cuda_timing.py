@@ -97,9 +97,6 @@ class Gpu:
     def _send_inputs(self, step_input: StepInput) -> None:
         self.inputs.append(step_input)
 
-    def _synchronize(self) -> None:
-        pass
-
     def _check_error(self) -> None:
         self.failure()
 
@@ -110,7 +107,8 @@ class Gpu:
     def cuMemFree(self, address: int) -> None:
         del self.allocated[address]
 
-    def cuMemsetD8(self, start: int, value: int, size: int) -> None:
+    def cuMemsetD8Async(self, start: int, value: int, size: int, stream: object) -> None:
+        assert stream is self._stream  # that of the graphs: there is no other order
         assert start >= BASE + FLUSH_BYTES
         assert start + size <= BASE + self.allocated[BASE]
         self.filled.append((start, value, size))
@@ -118,9 +116,6 @@ class Gpu:
     def cuMemsetD32Async(self, start: int, _value: int, count: int, stream: Builder) -> None:
         assert start >= BASE
         stream.work.append(("flush", start, 4 * count))
-
-    def cuCtxSynchronize(self) -> None:
-        pass
 
     def cuEventCreate(self, _flags: int) -> list[float]:
         self.num_events += 1
@@ -232,3 +227,13 @@ def test_memory_is_given_back_after_an_error(gpu: Gpu) -> None:
     with pytest.raises(RuntimeError, match="gave up"):
         timer(gpu).chains("decode", INPUT, 1, [Chain(make_plan(), 1, flush=False)], 3)
     assert gpu.allocated == {}
+
+
+@pytest.mark.parametrize("until", [None, 2])
+def test_a_kernel_that_gave_up_gives_no_time(gpu: Gpu, until: int | None) -> None:
+    def fail() -> None:
+        raise RuntimeError("gave up")
+
+    gpu.failure = fail
+    with pytest.raises(RuntimeError, match="gave up"):
+        timer(gpu).step("decode", INPUT, 3, until=until)
