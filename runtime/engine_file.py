@@ -119,7 +119,7 @@ class MemoryTable(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def total(self) -> int:
-        """Bytes that must be free on a rank to open the engine."""
+        """Bytes of a rank, but for the inputs of steps and padding between tensors."""
         return self.weights + self.paged_state + self.ring_state + self.arena + self.kept
 
 

@@ -53,12 +53,16 @@ class CudaExecutor:
         self._modules = {name: ObjectCode.from_cubin(cubin) for name, cubin in code.cubins.items()}
         self.memory = DeviceMemory(driver, folder, config, code, self._stream.handle)
         self._check = self.memory.check
-        self._inputs = self.memory.host_bytes(self.memory.input_bytes)
-        self._ring = self.memory.host_bytes(RING_SIZE * 8).view(np.uint64)
-        self._error = self.memory.host_bytes(4).view(np.int32)
-        self._outputs = self.memory.host_bytes(self._output_bytes())
-        self._graphs = {name: self._capture(plan) for name, plan in self._plans.items()}
-        self._loop = self._capture(self._plans["decode"], advances=True)
+        try:
+            self._inputs = self.memory.host_bytes(self.memory.input_bytes)
+            self._ring = self.memory.host_bytes(RING_SIZE * 8).view(np.uint64)
+            self._error = self.memory.host_bytes(4).view(np.int32)
+            self._outputs = self.memory.host_bytes(self._output_bytes())
+            self._graphs = {name: self._capture(plan) for name, plan in self._plans.items()}
+            self._loop = self._capture(self._plans["decode"], advances=True)
+        except BaseException:
+            self.memory.close()
+            raise
         self._queue = DecodeQueue(self)
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
@@ -144,6 +148,7 @@ class CudaExecutor:
         if self.memory.base:
             self._synchronize()
             self._graphs.clear()
+            del self._loop
             self.memory.close()
 
     def _capture(self, plan: Plan, *, advances: bool = False, until: int | None = None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inkrt.errors import CapacityError, DeviceError
+from inkrt.errors import CapacityError, DeviceError, EngineFormatError
 from inkrt.runtime.engine_file import EngineCode, EngineConfig, weight_files
 from inkrt.runtime.executor.weight_loader import (
     WeightChunk,
@@ -22,6 +22,7 @@ from inkrt.runtime.plan import (
     DTYPE_BYTES,
     Plan,
     TableParam,
+    TensorParam,
     TensorSpec,
     tables,
     weight_specs,
@@ -76,7 +77,8 @@ class DeviceMemory:
 
     Raises:
         CapacityError: from the constructor, if the engine does not fit into free memory.
-        EngineFormatError: from the constructor, if a weight file is damaged.
+        EngineFormatError: from the constructor, if a weight file is damaged or holds other weights
+            than the plans read.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class DeviceMemory:
         sizes = {weight.name: weight.size for weight in weights}
         specs = weight_specs(code.plans)
         sizes |= {name: num_bytes(specs[name]) for name in code.template_of}
+        _require_weights(folder, config, sizes, code.plans)
         self._plan(sizes, code.plans)
         free, _ = self.check(driver.cuMemGetInfo())
         require_free(self._arena.size, free, f"engine {folder}")
@@ -100,10 +103,14 @@ class DeviceMemory:
         regions = self._arena.regions
         self.inputs = self.base + regions["inputs"].offset
         self.error = self.base + regions["error"].offset
-        self._fill(code.plans)
-        self._write_tables(code.plans)
-        self.load_rate = self._load(weights)
-        self._fill_dummies(code)
+        try:
+            self._fill(code.plans)
+            self._write_tables(code.plans)
+            self.load_rate = self._load(weights)
+            self._fill_dummies(code)
+        except BaseException:
+            self.close()  # nobody else can
+            raise
 
     def address(self, step: str, spec: TensorSpec) -> int:
         """Device address of a tensor of a step's plan."""
@@ -262,6 +269,25 @@ class DeviceMemory:
             for weight in weights
         ]
         return WeightLoader(self._driver, self.check).load(parts, self.base)
+
+
+def _require_weights(
+    folder: Path, config: EngineConfig, sizes: dict[str, int], plans: dict[str, Plan]
+) -> None:
+    """Raise EngineFormatError unless all weights that kernels read have the sizes they expect."""
+    specs = weight_specs(plans)
+    for plan in plans.values():
+        for param in (p for x in plan.launches for kernel in x.kernels for p in kernel.params):
+            indices = param.tensors if isinstance(param, TableParam) else ()
+            indices = (param.tensor,) if isinstance(param, TensorParam) else indices
+            for spec in (plan.tensors[index] for index in indices):
+                name = spec.storage
+                if spec.space == "weight" and sizes.get(name) != num_bytes(specs[name]):
+                    found = f"has {sizes[name]} bytes" if name in sizes else "is missing"
+                    raise EngineFormatError(
+                        f"engine {folder} is damaged: weight {name} {found}, its plans read "
+                        f"{num_bytes(specs[name])}; rebuild it with: {config.rebuild_command}"
+                    )
 
 
 def num_bytes(spec: TensorSpec) -> int:

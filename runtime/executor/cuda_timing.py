@@ -106,9 +106,7 @@ class Timer:
             for chain, offset in zip(chains, offsets, strict=True):
                 for fill in chain.plan.fills:
                     start = base + offset + fill.offset
-                    self._check(
-                        self._driver.cuMemsetD8Async(start, fill.value, fill.size, stream)
-                    )
+                    self._check(self._driver.cuMemsetD8Async(start, fill.value, fill.size, stream))
                 graphs.append(self._capture(chain, base, base + offset))
             return self._take_turns(chains, graphs, base, num_runs)
         finally:

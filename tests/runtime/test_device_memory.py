@@ -1,6 +1,7 @@
-"""Device memory of a CUDA engine, with a driver that allocates on the host: tables of addresses."""
+"""Device memory of a CUDA engine, with a driver that allocates on the host: tables, weights."""
 
 import ctypes
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 from fake import make_config
 
-from inkrt.errors import CapacityError
-from inkrt.runtime.engine_file import EngineCode, StateLayout, StateSpec
+from inkrt.errors import CapacityError, EngineFormatError
+from inkrt.runtime.engine_file import EngineCode, FileEntry, StateLayout, StateSpec
 from inkrt.runtime.executor.cuda_memory import ALIGNMENT, DeviceMemory
 from inkrt.runtime.plan import (
     Kernel,
@@ -33,6 +34,7 @@ class Host:
         self.driver = SimpleNamespace(
             cuMemGetInfo=lambda: (0, free, free),
             cuMemAlloc=self.allocate,
+            cuMemFree=self.free,
             cuMemsetD8Async=lambda target, value, size, _: self.done(
                 ctypes.memset(target, value, size)
             ),
@@ -46,6 +48,11 @@ class Host:
     def allocate(self, size: int) -> tuple[int, int]:
         self.memory = np.full(size, 0xFF, np.uint8)
         return 0, self.memory.ctypes.data
+
+    def free(self, address: int) -> tuple[int]:
+        assert address == self.memory.ctypes.data
+        self.memory = np.empty(0, np.uint8)
+        return (0,)
 
     @staticmethod
     def done(_: object) -> tuple[int]:
@@ -104,3 +111,68 @@ def test_tables_count_as_memory() -> None:
     open_memory(needed)
     with pytest.raises(CapacityError, match="of GPU memory"):
         open_memory(needed - 1)
+
+
+def open_with_weights(folder: Path, host: Host, entries: dict[str, tuple[int, int]]) -> None:
+    """Open an engine whose plan reads `scale` directly and `packed` through a table.
+
+    Args:
+        folder: where the weight file goes: 24 bytes.
+        host: whose memory is taken.
+        entries: first and last byte of each tensor, as the file's header says.
+    """
+    header = {
+        name: {"dtype": "U8", "shape": [last - first], "data_offsets": [first, last]}
+        for name, (first, last) in entries.items()
+    }
+    text = json.dumps(header).encode()
+    path = folder / "rank0-00001-of-00001.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(24)))
+    tensors = (
+        TensorSpec("scale", "float32", (2,), (1,), "weight", "scale", 0),
+        TensorSpec("w", "uint8", (4, 4), (4, 1), "weight", "packed", 0),
+        TensorSpec("plain.1", "uint8", (16,), (1,), "weight", "packed", 0),
+        TensorSpec("tokens", "int32", (1,), (1,), "input", "tokens", 0),
+    )
+    kernel = Kernel("c", "k", (1, 1, 1), (1, 1, 1), 1, 0, True, False, (
+        TensorParam(0), TableParam((2,)),
+    ))  # fmt: skip
+    launch = Launch("op", "tactic", {}, (), "", 0, (kernel,))
+    plan = Plan("decode", 1, 1, tensors, (launch,), 512, {"tokens": 3}, {})
+    state = StateLayout(2, 4, 1, 3, (StateSpec("ring", "ring", (2, 8), "int32"),))
+    config = make_config(state=state, files={path.name: FileEntry(1, "")})
+    DeviceMemory(host.driver, folder, config, EngineCode({"decode": plan}), 0)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"scale": (0, 8)}, "weight packed is missing, its plans read 16"),
+        ({"scale": (0, 8), "packed": (8, 23)}, "weight packed has 15 bytes, its plans read 16"),
+        ({"scale": (16, 8), "packed": (8, 24)}, "weight scale has -8 bytes, its plans read 8"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_plans(
+    tmp_path: Path, entries: dict[str, tuple[int, int]], message: str
+) -> None:
+    host = Host(1 << 20)
+    with pytest.raises(EngineFormatError) as caught:
+        open_with_weights(tmp_path, host, entries)
+    assert f"is damaged: {message}; rebuild it with: ink-build" in str(caught.value)
+    assert len(host.memory) == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_memory_is_given_back_when_loading_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    host = Host(1 << 20)
+
+    def load(*_: object) -> float:
+        assert len(host.memory) > 24
+        raise error
+
+    monkeypatch.setattr(DeviceMemory, "_load", load)
+    with pytest.raises(error):
+        open_with_weights(tmp_path, host, {"scale": (0, 8), "packed": (8, 24)})
+    assert len(host.memory) == 0

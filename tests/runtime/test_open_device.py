@@ -4,11 +4,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fake import make_config
 
 from inkrt.errors import DeviceError, EngineMismatchError
+from inkrt.runtime.engine_file import EngineCode
+from inkrt.runtime.executor import cuda
 from inkrt.runtime.executor.cuda import _open_device
+from inkrt.runtime.plan import Plan
 
 
 def gpu(major: int, minor: int, multiprocessors: int) -> Any:
@@ -65,3 +69,28 @@ def test_no_gpu_is_said() -> None:
 def test_several_ranks_are_refused() -> None:
     with pytest.raises(EngineMismatchError, match="is for 2 ranks"):
         _open_device(gpu(9, 0, 132), 0, ENGINE, make_config(target="sm_90a", tp_size=2))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DeviceError])
+def test_an_engine_that_does_not_open_leaves_no_memory_taken(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    pytest.importorskip("cuda.core")
+    closed = []
+    plan = Plan("decode", 1, 1, (), (), 0, {}, {})
+    memory = SimpleNamespace(
+        check=None, input_bytes=8, host_bytes=lambda size: np.zeros(max(size, 8), np.uint8),
+        close=lambda: closed.append(True),
+    )  # fmt: skip
+    device = SimpleNamespace(create_stream=lambda: SimpleNamespace(handle=0))
+
+    def capture(*_: object, **_advances: bool) -> None:
+        raise error
+
+    monkeypatch.setattr(cuda, "_open_device", lambda *_: device)
+    monkeypatch.setattr(cuda, "read_code", lambda *_: EngineCode({"decode": plan}))
+    monkeypatch.setattr(cuda, "DeviceMemory", lambda *_: memory)
+    monkeypatch.setattr(cuda.CudaExecutor, "_capture", capture)
+    with pytest.raises(error):
+        cuda.CudaExecutor(ENGINE, make_config(target="sm_90a"))
+    assert closed == [True]
