@@ -21,7 +21,7 @@ from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower
-from inkrt.builder.options import BuildOptions
+from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
 from inkrt.builder.steps import engine_steps
@@ -216,11 +216,16 @@ def _resolve(
     dtype = options.dtype
     if dtype == "auto":
         dtype = model.dtype or _stored_dtype(checkpoint, definition, model)  # type: ignore[assignment]
+    max_seq_len = options.max_seq_len or limit
+    most = max(max_seq_len, MAX_VERIFY_TOKENS + 1)  # rows of a wider step would never be used
+    if options.prefill_chunk > most:
+        raise ConfigError(
+            f"prefill chunk {options.prefill_chunk:,} exceeds the {max_seq_len:,} positions of a "
+            f"session; leave it out or give at most {most:,}"
+        )
     default = CPU_PREFILL_CHUNK if options.target == "cpu" else GPU_PREFILL_CHUNK
-    chunk = options.prefill_chunk or default
-    return dataclasses.replace(
-        options, dtype=dtype, max_seq_len=options.max_seq_len or limit, prefill_chunk=chunk
-    )
+    chunk = options.prefill_chunk or min(default, most)
+    return dataclasses.replace(options, dtype=dtype, max_seq_len=max_seq_len, prefill_chunk=chunk)
 
 
 def _state_options(options: BuildOptions) -> StateOptions:

@@ -26,7 +26,8 @@ class BuildOptions:
         dtype: compute dtype; "auto" takes the checkpoint's.
         max_verify_tokens: width of the widest verify step (drafted tokens and one); 1 for none.
         prefill_chunk: tokens of the prefill step; 0 takes what suits the target: 64 on the CPU, 512
-            on a GPU, where a chunk reads nearly all experts however short it is.
+            on a GPU, where a chunk reads nearly all experts however short it is, and no more than
+            `max_seq_len`.
         keep_intermediates: every intermediate tensor has memory of its own, so that a parity report
             can read all of them after a step; otherwise they share memory by lifetime. Rings are as
             on a GPU, so that plans of all targets have the same launches.

@@ -27,8 +27,17 @@ from inkrt.runtime.engine_file import read_config
             "tp size 8 does not divide num_attention_heads = 12 of this model; choose a tp size "
             "that does",
         ),
+        (
+            BuildOptions(max_seq_len=100, prefill_chunk=101),
+            "prefill chunk 101 exceeds the 100 positions of a session; leave it out or give at "
+            "most 100",
+        ),
+        (
+            BuildOptions(max_seq_len=4, prefill_chunk=10),
+            "prefill chunk 10 exceeds the 4 positions of a session; leave it out or give at most 9",
+        ),
     ],
-    ids=["max_seq_len", "tp_size"],
+    ids=["max_seq_len", "tp_size", "prefill_chunk", "least_chunk"],
 )
 def test_options_that_do_not_fit_the_model(
     checkpoint: Path, tmp_path: Path, options: BuildOptions, message: str
@@ -117,6 +126,19 @@ def test_rings_have_room_for_a_chunk_where_kernels_write_first(tmp_path: Path) -
         rings = {spec.shape[1] for spec in layout.buffers if spec.kind == "ring"}
         assert rings == {ring}
         assert layout.rollback_tokens == 13
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "chunk"), [(200, 64), (64, 64), (63, 63), (9, 9), (8, 9), (1, 9)]
+)
+def test_a_chunk_is_no_longer_than_a_session(
+    checkpoint: Path, max_seq_len: int, chunk: int
+) -> None:
+    options = BuildOptions(max_seq_len=max_seq_len, max_verify_tokens=1)
+    result = prepare(Checkpoint(checkpoint), options)
+    assert list(result.plans) == ["decode", f"prefill{chunk}"]
+    # What the rebuild command says gives the same.
+    assert prepare(Checkpoint(checkpoint), result.options).options == result.options
 
 
 def test_slots_and_steps(checkpoint: Path) -> None:
