@@ -64,6 +64,8 @@ def prompt(options: argparse.Namespace) -> dict[str, Any]:
     command += ",".join(map(str, range(0, PROMPT, chunk)))
     result = bench(options.engine, command, profile=False)
     chunks = [row["median_us"] for row in result["rows"]]
+    if len(chunks) * chunk != PROMPT:
+        raise SystemExit(f"the engine cannot take {PROMPT} tokens in whole chunks of {chunk}")
     figure = figure_of(
         f"Flint NVFP4 prefill of {PROMPT} tokens in chunks of {chunk}",
         sum(chunks),

@@ -21,6 +21,7 @@ _Engine = Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine folder f
 _Steps = Annotated[
     str, typer.Option(help="Steps, also by kind (verify), with commas; default: all of the engine.")
 ]
+_Runs = Annotated[int, typer.Option(min=1, help="Graph replays per figure.")]
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write figures.")]
 
 
@@ -29,7 +30,7 @@ def engine(
     *,
     contexts: Annotated[str, typer.Option(help="Context lengths, with commas.")] = "1024,8192",
     steps: _Steps = "",
-    runs: Annotated[int, typer.Option(help="Graph replays per figure.")] = 60,
+    runs: _Runs = 60,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also price each launch; prices add up to the step.")
     ] = False,
@@ -37,14 +38,14 @@ def engine(
 ) -> None:
     """Median GPU time of every step at every context, beside the bytes it must move."""
     wanted = _numbers(contexts)
+    if as_json is not None:
+        console.require_writable(as_json)
     with _open(folder) as (executor, config):
         columns = ("context", "median us", "min us", "MB", "floor us")
         console.say(f"{'step':<10}" + "".join(f"{name:>11}" for name in columns))
         rows = [
             _measure(executor, config, step, context, runs, profile=profile)
-            for step in _chosen(config, steps)
-            for context in wanted
-            if context + step.num_tokens <= config.max_seq_len
+            for step, context in _fitting(config, _chosen(config, steps), wanted)
         ]
         _write(as_json, executor, rows)
 
@@ -99,8 +100,8 @@ def ops(
     ],
     *,
     steps: _Steps = "",
-    context: Annotated[int, typer.Option(help="Positions in front of every step.")] = 8192,
-    runs: Annotated[int, typer.Option(help="Graph replays per figure.")] = 60,
+    context: Annotated[int, typer.Option(min=0, help="Positions in front of every step.")] = 8192,
+    runs: _Runs = 60,
     tune: Annotated[
         bool, typer.Option("--tune", help="Time all tactics and add them to the timing cache.")
     ] = False,
@@ -121,6 +122,8 @@ def ops(
         writer = CacheWriter(timing_cache, commit)
     elif timing_cache is not None or commit:
         raise ConfigError("--timing-cache and --commit are for --tune; add it or leave them out")
+    if as_json is not None:
+        console.require_writable(as_json)
     with _open(folder) as (executor, config):
         bench = Bench(executor, config, context, runs, writer)
         rows = [row for step in _chosen(config, steps) for row in bench.step(step)]
@@ -151,6 +154,19 @@ def _chosen(config: "EngineConfig", names: str) -> "list[StepSpec]":
     if unknown := wanted - set().union(*spelled.values()):
         raise ConfigError(f"the engine has no step {min(unknown)!r}; it has {', '.join(spelled)}")
     return [step for step in config.steps if spelled[step.name] & wanted]
+
+
+def _fitting(
+    config: "EngineConfig", steps: "list[StepSpec]", contexts: list[int]
+) -> "Iterator[tuple[StepSpec, int]]":
+    """Every step behind every context, but for those that do not fit, which it tells."""
+    for step in steps:
+        for context in contexts:
+            if context + step.num_tokens <= config.max_seq_len:
+                yield step, context
+            else:
+                limit = f"the engine has {config.max_seq_len:,} positions"
+                console.say(f"{step.name} at {context:,} left out: {limit}", is_result=False)
 
 
 def _write(path: Path | None, executor: "CudaExecutor", rows: list[dict[str, Any]]) -> None:

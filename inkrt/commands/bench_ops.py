@@ -147,13 +147,15 @@ class CacheWriter:
         commit: of the sources.
 
     Raises:
-        ConfigError: from the constructor, if the file is there but no timing cache.
+        ConfigError: from the constructor, if the file is there but no timing cache, or cannot be
+            written.
     """
 
     def __init__(self, path: Path | None, commit: str) -> None:
         from inkrt.builder.timing_cache import SHIPPED, TimingCache, read_timing_cache
 
         self._path = path or SHIPPED
+        console.require_writable(self._path)
         self._commit = commit
         self._cache = read_timing_cache(self._path) if self._path.exists() else TimingCache()
         self._count = 0

@@ -10,13 +10,15 @@ Heavy modules are imported inside the commands, so that `--help` is instant.
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from inkrt.errors import InkError
+from inkrt.errors import ConfigError, InkError
 
 _DEBUG = inspect.Parameter(
     "debug",
@@ -122,6 +124,17 @@ def fail(message: str, exit_code: int) -> None:
     """
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(exit_code)
+
+
+def require_writable(path: Path) -> None:
+    """Check that a file can be written, before what takes long.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"cannot write {path}; name a file in a folder that exists")
 
 
 def format_bytes(count: int) -> str:

@@ -310,8 +310,14 @@ def test_a_file_that_is_no_cache_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    with pytest.raises(ConfigError, match=r"cannot write .*times.json; name a file in a folder"):
+        CacheWriter(folder / "times.json", "abc")  # before anything is timed
+    folder.mkdir()
+    writer = CacheWriter(folder / "times.json", "abc")
+    folder.rmdir()
     with pytest.raises(ConfigError, match=r"cannot write timing cache .*; name another one"):
-        CacheWriter(tmp_path / "no folder" / "times.json", "abc").write()
+        writer.write()
 
 
 def test_an_operator_without_tactics_is_told(tmp_path: Path) -> None:
@@ -334,6 +340,9 @@ def test_positions_beyond_the_engine_are_refused() -> None:
         (["ops", "E"], "E is not an engine"),
         (["engine", "E", "--contexts", "0,-1"], "--contexts takes numbers from 0 with commas"),
         (["engine", "E"], "E is not an engine"),
+        (["engine", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
+        (["engine", "E", "--json", "."], "cannot write .; name a file in a folder"),
+        (["ops", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_told_in_one_line(
@@ -345,6 +354,24 @@ def test_wrong_usage_is_told_in_one_line(
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["engine", "E", "--runs", "0"], ["ops", "E", "--runs", "0"], ["ops", "E", "--context", "-1"]],
+    ids=" ".join,
+)
+def test_numbers_out_of_range_are_refused(arguments: list[str]) -> None:
+    result = CliRunner().invoke(bench.make_app(), arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[2]}'" in result.stderr
+
+
+def test_contexts_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    fitting = list(bench._fitting(CONFIG, [STEP], [510, 511, 0]))
+    assert fitting == [(STEP, 510), (STEP, 0)]
+    told = capsys.readouterr().err
+    assert told == "verify2 at 511 left out: the engine has 512 positions\n"
 
 
 def test_unknown_steps_are_refused() -> None:
