@@ -95,12 +95,6 @@ class TimingCache:
         self._calls.setdefault((device, op, call), {})[timing.tactic] = timing
         self._latest = None
 
-    def merge(self, other: "TimingCache") -> None:
-        """Add all times of another cache."""
-        for (device, op, call), times in other._calls.items():
-            for timing in times.values():
-                self.add(device, op, call, timing)
-
     def encode(self) -> bytes:
         """The file: sorted, a line for every time, so that versions of it merge by lines."""
         lines = [f'{{\n"format": "{FORMAT}",\n"format_version": {FORMAT_VERSION},\n"devices": {{']

@@ -121,15 +121,15 @@ def test_file_is_a_line_for_every_time_in_one_order(tmp_path: Path) -> None:
     assert again.median_us(H200, "embedding", "11") is None
 
 
-def test_merging_replaces_times_of_the_same_tactic_and_keeps_the_rest() -> None:
-    old, new = TimingCache(), TimingCache()
-    old.add(H200, "op", "call", timing("a", "before the sources changed", 1.0))
-    old.add(H200, "op", "call", timing("b", "22", 2.0))
-    old.add(H200, "op", "another call", timing("a", "55", 5.0))
-    new.add(H200, "op", "call", timing("a", "11", 4.0))
-    old.merge(new)
+def test_a_time_replaces_that_of_the_same_tactic_and_no_other() -> None:
+    cache = TimingCache()
+    cache.add(H200, "op", "call", timing("a", "before the sources changed", 1.0))
+    cache.add(H200, "op", "call", timing("b", "22", 2.0))
+    cache.add(H200, "op", "another call", timing("a", "55", 5.0))
+    assert cache.median_us(H200, "op", "before the sources changed") == 1.0
+    cache.add(H200, "op", "call", timing("a", "11", 4.0))
     expected = {"before the sources changed": None, "11": 4.0, "22": 2.0, "55": 5.0}
-    assert {key: old.median_us(H200, "op", key) for key in expected} == expected
+    assert {key: cache.median_us(H200, "op", key) for key in expected} == expected
 
 
 def test_calls_that_run_the_same_share_the_latest_time() -> None:

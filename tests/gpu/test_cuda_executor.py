@@ -140,10 +140,10 @@ def test_error_word_is_raised(engine, ahead):
     region = memory.region(f"state/{state.name}")
     session = engine.session()
     session.step([1, 2, 3], Sampling())
-    engine.executor._driver.cuMemsetD8(memory.base + region.offset, 9, region.size)
+    memory._set(memory.base + region.offset, 9, region.size)
     with pytest.raises(DeviceError, match="error word 0x5"):
         session.decode(4, Sampling(), num_more=9) if ahead else session.step([4], Sampling())
-    engine.executor._driver.cuMemsetD8(memory.error, 0, 4)
+    memory._set(memory.error, 0, 4)
     session.close()
 
 
