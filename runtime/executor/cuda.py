@@ -60,6 +60,7 @@ class CudaExecutor:
             self._outputs = self.memory.host_bytes(self._output_bytes())
             self._graphs = {name: self._capture(plan) for name, plan in self._plans.items()}
             self._loop = self._capture(self._plans["decode"], advances=True)
+            self._context = self._check(driver.cuCtxGetCurrent())
         except BaseException:
             self.memory.close()
             raise
@@ -67,6 +68,7 @@ class CudaExecutor:
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run one step and wait for it."""
+        self._enter()
         plan = self._plans[step]
         self._send_inputs(step_input)
         self._graphs[step].launch(self._stream)
@@ -77,6 +79,7 @@ class CudaExecutor:
 
     def decode(self, step_input: StepInput, num_ahead: int) -> int:
         """Run the decode step on one token, or take its result if it has run ahead."""
+        self._enter()
         return self._queue.decode(step_input, num_ahead)
 
     def begin(self, step_input: StepInput) -> None:
@@ -115,11 +118,13 @@ class CudaExecutor:
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy all ring buffers of a slot."""
+        self._enter()
         self._queue.clear()
         self.memory.copy_entries("ring", source, target)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page of every paged buffer."""
+        self._enter()
         self._queue.clear()
         self.memory.copy_entries("paged", source, target)
 
@@ -128,6 +133,7 @@ class CudaExecutor:
         spec = self._plans[step].tensors[tensor]
         size = num_bytes(spec)
         host = np.empty(size, np.uint8)
+        self._enter()
         self._synchronize()
         self._check(
             self._driver.cuMemcpyDtoH(host.ctypes.data, self.memory.address(step, spec), size)
@@ -146,10 +152,15 @@ class CudaExecutor:
     def close(self) -> None:
         """Release all memory."""
         if self.memory.base:
+            self._enter()
             self._synchronize()
             self._graphs.clear()
             del self._loop
             self.memory.close()
+
+    def _enter(self) -> None:
+        """Make the context current in the calling thread; calls may come from several in turn."""
+        self._check(self._driver.cuCtxSetCurrent(self._context))
 
     def _capture(self, plan: Plan, *, advances: bool = False, until: int | None = None) -> Any:
         """One graph of a plan's first launches, or all; with `advances`, it feeds itself."""

@@ -1,6 +1,7 @@
 """The CUDA executor on a toy engine: steps, sessions, self-feeding decode, errors."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -128,6 +129,16 @@ def test_generation_at_the_pace_of_the_gpu(llm):
     # What ran ahead of the closed stream leaves no trace, and several requests take turns.
     prompts = [[1, 2, 3], prompt, [30] * 9, [5, 5]]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=50))
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        _generated(each, 50) for each in prompts
+    ]
+
+
+def test_generation_in_threads_that_did_not_open_the_engine(llm):
+    prompts = [[1, 2, 3], [30] * 9, [5, 5]]
+    params = SamplingParams(temperature=0.0, max_tokens=50)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        outputs = list(pool.map(lambda prompt: llm.generate([prompt], params)[0], prompts))
     assert [output.outputs[0].token_ids for output in outputs] == [
         _generated(each, 50) for each in prompts
     ]

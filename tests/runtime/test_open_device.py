@@ -1,5 +1,8 @@
-"""A GPU that does not fit an engine is refused in one line before anything is allocated."""
+"""Opening an engine on a GPU that does not fit it, or fails; calls from other threads."""
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +13,10 @@ from fake import make_config
 
 from inkrt.errors import DeviceError, EngineMismatchError
 from inkrt.runtime.engine_file import EngineCode
-from inkrt.runtime.executor import cuda
+from inkrt.runtime.executor import Sampling, StepInput, cuda
 from inkrt.runtime.executor.cuda import _open_device
-from inkrt.runtime.plan import Plan
+from inkrt.runtime.executor.decode_queue import DecodeQueue
+from inkrt.runtime.plan import Plan, TensorSpec
 
 
 def gpu(major: int, minor: int, multiprocessors: int) -> Any:
@@ -33,7 +37,12 @@ def no_gpu(_number: int) -> None:
     raise RuntimeError("no driver")
 
 
+class UsedError(Exception):
+    """The driver was asked for what needs a context."""
+
+
 ENGINE = Path("engine")
+STEP = StepInput([1], 0, 0, [0], Sampling())
 
 
 def test_the_gpu_it_was_built_for_is_taken() -> None:
@@ -69,6 +78,46 @@ def test_no_gpu_is_said() -> None:
 def test_several_ranks_are_refused() -> None:
     with pytest.raises(EngineMismatchError, match="is for 2 ranks"):
         _open_device(gpu(9, 0, 132), 0, ENGINE, make_config(target="sm_90a", tp_size=2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda executor: executor.run("decode", STEP),
+        lambda executor: executor.decode(STEP, 0),
+        lambda executor: executor.copy_slot(0, 1),
+        lambda executor: executor.copy_page(0, 1),
+        lambda executor: executor.read("decode", 0),
+        lambda executor: executor.close(),
+    ],
+    ids=["run", "decode", "copy_slot", "copy_page", "read", "close"],
+)
+def test_calls_may_come_from_any_thread(call: Callable[[Any], object]) -> None:
+    """The driver has a context per thread: a thread that opened nothing has none."""
+    contexts = {threading.get_ident(): "context"}
+    used: list[object] = []
+
+    def use(*_: object) -> Any:
+        used.append(contexts.get(threading.get_ident()))
+        raise UsedError
+
+    def enter(context: object) -> tuple[int]:
+        contexts[threading.get_ident()] = context
+        return (0,)
+
+    executor = object.__new__(cuda.CudaExecutor)
+    plan = Plan(
+        "decode", 1, 1, (TensorSpec("x", "uint8", (1,), (1,), "arena", "", 0),), (), 0, {}, {}
+    )
+    executor._plans = {"decode": plan}
+    executor._context, executor._check = "context", lambda _: None
+    executor._driver = SimpleNamespace(cuCtxSetCurrent=enter, cuStreamSynchronize=use)
+    executor._stream = SimpleNamespace(handle=0)
+    executor._queue = DecodeQueue(executor)
+    executor.memory = SimpleNamespace(base=1, copy_entries=use)  # type: ignore[assignment]
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UsedError):
+        pool.submit(call, executor).result()
+    assert used == ["context"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DeviceError])
