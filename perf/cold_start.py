@@ -118,6 +118,8 @@ def write_engine(dummy: Path, target: Path) -> int:
     from inkrt.runtime.plan import weight_specs
 
     config, code = read_config(dummy), read_code(dummy, 0)
+    if not code.template_of:
+        raise SystemExit(f"{dummy} has weights in files; build one with --weights dummy")
     specs = weight_specs(code.plans)
     target.mkdir()
     shards: list[list[str]] = [[]]

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from inkrt.runtime.engine_file import EngineConfig, StepSpec
     from inkrt.runtime.executor.cuda import CudaExecutor
 
-_Engine = Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine folder for a GPU.")]
+_Engine = Annotated[
+    Path,
+    typer.Argument(metavar="ENGINE", help="Engine folder for a GPU, or a model's config.json."),
+]
 _Steps = Annotated[
     str, typer.Option(help="Steps, also by kind (verify), with commas; default: all of the engine.")
 ]
@@ -94,10 +97,7 @@ def _measure(
 
 
 def ops(
-    folder: Annotated[
-        Path,
-        typer.Argument(metavar="ENGINE", help="Engine folder for a GPU, or a model's config.json."),
-    ],
+    folder: _Engine,
     *,
     steps: _Steps = "",
     context: Annotated[int, typer.Option(min=0, help="Positions in front of every step.")] = 8192,

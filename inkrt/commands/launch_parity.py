@@ -53,6 +53,7 @@ def compare_launches(
     """
     assert isinstance(cpu.executor, CpuExecutor)
     assert isinstance(gpu.executor, CudaExecutor)
+    assert cpu.config.steps == gpu.config.steps, "launches of other steps are not comparable"
     steps = sorted(gpu.config.steps, key=lambda step: step.num_tokens)
     step = next(step.name for step in steps if step.num_tokens >= len(tokens))
     expected: list[list[Tensor]] = []
