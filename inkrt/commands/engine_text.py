@@ -69,7 +69,7 @@ def memory(table: MemoryTable, state: StateLayout, plans: Mapping[str, Plan]) ->
             "paged state",
             table.paged_state,
             "paged",
-            f"{state.num_pages} pages of {state.page_tokens} positions, "
+            f"{_count(state.num_pages, 'page')} of {state.page_tokens} positions, "
             f"{table.paged_bytes_per_token:,} bytes per position",
         ),
         ("ring state", table.ring_state, "ring", f"{_count(state.num_slots, 'slot')}"),
