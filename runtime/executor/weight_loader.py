@@ -60,6 +60,8 @@ def weight_regions(paths: list[Path]) -> Iterator[WeightRegion]:
             for name, entry in header.items():
                 if name != "__metadata__":
                     first, last = entry["data_offsets"]
+                    if not 0 <= first <= last:
+                        raise ValueError(f"{name} from byte {first} to {last}")
                     yield WeightRegion(name, path, 8 + header_size + first, last - first)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise EngineFormatError(

@@ -149,7 +149,7 @@ def open_with_weights(folder: Path, host: Host, entries: dict[str, tuple[int, in
     [
         ({"scale": (0, 8)}, "weight packed is missing, its plans read 16"),
         ({"scale": (0, 8), "packed": (8, 23)}, "weight packed has 15 bytes, its plans read 16"),
-        ({"scale": (16, 8), "packed": (8, 24)}, "weight scale has -8 bytes, its plans read 8"),
+        ({"scale": (4, 8), "packed": (8, 24)}, "weight scale has 4 bytes, its plans read 8"),
     ],
 )
 def test_weights_that_are_not_those_of_the_plans(

@@ -187,6 +187,8 @@ def test_damaged_headers(tmp_path: Path) -> None:
         b"\xff" * 8,
         (2).to_bytes(8, "little") + b"{]",
         b"\4" + b"\0" * 7 + b"null",
+        (28).to_bytes(8, "little") + b'{"a":{"data_offsets":[8,4]}}',
+        (29).to_bytes(8, "little") + b'{"a":{"data_offsets":[-1,4]}}',
     ):
         path.write_bytes(content)
         with pytest.raises(EngineFormatError, match=r"a.safetensors is damaged"):
