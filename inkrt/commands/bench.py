@@ -126,10 +126,13 @@ def ops(
         console.require_writable(as_json)
     with _open(folder) as (executor, config):
         bench = Bench(executor, config, context, runs, writer)
-        rows = [row for step in _chosen(config, steps) for row in bench.step(step)]
+        fitting = _fitting(config, _chosen(config, steps), [context])
+        try:
+            rows = [row for step, _ in fitting for row in bench.step(step)]
+        finally:  # what is measured is true whatever ends the rest
+            if writer is not None:
+                console.say(writer.write(), is_result=False)
         _write(as_json, executor, rows)
-        if writer is not None:
-            console.say(writer.write(), is_result=False)
 
 
 @contextlib.contextmanager

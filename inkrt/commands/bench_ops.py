@@ -225,11 +225,7 @@ class Bench:
 
     def step(self, step: StepSpec) -> Iterator[dict[str, Any]]:
         """A row for every kind of launch, and with a writer for every tactic of each."""
-        if self._context + step.num_tokens > self._config.max_seq_len:
-            raise ConfigError(
-                f"--context {self._context} and a step of {step.num_tokens} tokens exceed the "
-                f"engine's {self._config.max_seq_len} positions"
-            )
+        assert self._context + step.num_tokens <= self._config.max_seq_len, "the step does not fit"
         plan = self._executor.plan(step.name)
         step_input = step_input_of(self._config, step, self._context)
         num_bytes = launch_bytes(self._config, plan, self._context)

@@ -10,11 +10,10 @@ from typing import ClassVar
 
 import pytest
 from msgspec.structs import replace
-from typer.testing import CliRunner
 
 from inkrt.builder.timing_cache import read_timing_cache
 from inkrt.builder.tune import Candidate
-from inkrt.commands import bench, bench_ops
+from inkrt.commands import bench_ops
 from inkrt.commands.bench_ops import Bench, CacheWriter, chain_of, engine_folder, kinds_of
 from inkrt.commands.bench_step import (
     LaunchPrice,
@@ -323,62 +322,6 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_an_operator_without_tactics_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tactic of product for sm_90a that fits the engine"):
         measured(tmp_path, {"product": []})
-
-
-def test_positions_beyond_the_engine_are_refused() -> None:
-    runner = Bench(FakeExecutor(), CONFIG, 511, 30, timer=FakeTimer())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="--context 511 and a step of 2 tokens exceed"):
-        list(runner.step(STEP))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["ops", "E", "--tune"], "add: --commit HASH"),
-        (["ops", "E", "--commit", "x"], "are for --tune"),
-        (["ops", "E", "--timing-cache", "x"], "are for --tune"),
-        (["ops", "E"], "E is not an engine"),
-        (["engine", "E", "--contexts", "0,-1"], "--contexts takes numbers from 0 with commas"),
-        (["engine", "E"], "E is not an engine"),
-        (["engine", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
-        (["engine", "E", "--json", "."], "cannot write .; name a file in a folder"),
-        (["ops", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
-    ],
-)  # fmt: skip
-def test_wrong_usage_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(bench.make_app(), arguments)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: ")
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["engine", "E", "--runs", "0"], ["ops", "E", "--runs", "0"], ["ops", "E", "--context", "-1"]],
-    ids=" ".join,
-)
-def test_numbers_out_of_range_are_refused(arguments: list[str]) -> None:
-    result = CliRunner().invoke(bench.make_app(), arguments)
-    assert result.exit_code == 2
-    assert f"Invalid value for '{arguments[2]}'" in result.stderr
-
-
-def test_contexts_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    fitting = list(bench._fitting(CONFIG, [STEP], [510, 511, 0]))
-    assert fitting == [(STEP, 510), (STEP, 0)]
-    told = capsys.readouterr().err
-    assert told == "verify2 at 511 left out: the engine has 512 positions\n"
-
-
-def test_unknown_steps_are_refused() -> None:
-    assert bench._chosen(CONFIG, "") == bench._chosen(CONFIG, "verify") == [STEP]
-    assert bench._chosen(CONFIG, "verify2") == [STEP]
-    with pytest.raises(ConfigError, match="no step 'decode'; it has verify2"):
-        bench._chosen(CONFIG, "verify2,decode")
 
 
 def test_a_models_configuration_becomes_an_engine_for_a_while(tmp_path: Path) -> None:

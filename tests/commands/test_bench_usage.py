@@ -1,0 +1,114 @@
+"""ink-bench at the command line: what it refuses, leaves out, and keeps after an error."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from test_bench import CONFIG, PLAN, STEP, FakeExecutor, FakeTimer
+from typer.testing import CliRunner, Result
+
+from inkrt.builder.timing_cache import read_timing_cache
+from inkrt.builder.tune import Candidate
+from inkrt.commands import bench, bench_ops
+from inkrt.commands.bench_ops import Bench
+from inkrt.errors import ConfigError, DeviceError
+from inkrt.runtime.engine_file import EngineConfig, StepSpec
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ops", "E", "--tune"], "add: --commit HASH"),
+        (["ops", "E", "--commit", "x"], "are for --tune"),
+        (["ops", "E", "--timing-cache", "x"], "are for --tune"),
+        (["ops", "E"], "E is not an engine"),
+        (["engine", "E", "--contexts", "0,-1"], "--contexts takes numbers from 0 with commas"),
+        (["engine", "E"], "E is not an engine"),
+        (["engine", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
+        (["engine", "E", "--json", "."], "cannot write .; name a file in a folder"),
+        (["ops", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(bench.make_app(), arguments)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["engine", "E", "--runs", "0"], ["ops", "E", "--runs", "0"], ["ops", "E", "--context", "-1"]],
+    ids=" ".join,
+)
+def test_numbers_out_of_range_are_refused(arguments: list[str]) -> None:
+    result = CliRunner().invoke(bench.make_app(), arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[2]}'" in result.stderr
+
+
+def test_contexts_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    fitting = list(bench._fitting(CONFIG, [STEP], [510, 511, 0]))
+    assert fitting == [(STEP, 510), (STEP, 0)]
+    told = capsys.readouterr().err
+    assert told == "verify2 at 511 left out: the engine has 512 positions\n"
+
+
+def test_unknown_steps_are_refused() -> None:
+    assert bench._chosen(CONFIG, "") == bench._chosen(CONFIG, "verify") == [STEP]
+    assert bench._chosen(CONFIG, "verify2") == [STEP]
+    with pytest.raises(ConfigError, match="no step 'decode'; it has verify2"):
+        bench._chosen(CONFIG, "verify2,decode")
+
+
+def tune(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, context: int, error: type[BaseException]
+) -> Result:
+    """`ink-bench ops --tune` of an engine with two steps, the second of which raises."""
+    config = replace(CONFIG, steps=(STEP, StepSpec("prefill500", 500, 1)))
+
+    @contextlib.contextmanager
+    def opened(_: Path) -> Iterator[tuple[FakeExecutor, EngineConfig]]:
+        yield FakeExecutor(), config
+
+    def step(self: Bench, step: StepSpec) -> Iterator[dict[str, object]]:
+        if step != STEP:
+            raise error
+        assert self._writer is not None
+        launch, candidate = PLAN.launches[2], Candidate("t4", "product-t4", PLAN)
+        self._writer.add("NVIDIA H200", PLAN, launch, candidate, [4.0], context)
+        yield {"step": step.name}
+
+    monkeypatch.setattr(bench, "_open", opened)
+    monkeypatch.setattr(Bench, "step", step)
+    monkeypatch.setattr(bench_ops, "Timer", lambda _: FakeTimer())
+    arguments = ["ops", "E", "--tune", "--commit", "c", "--context", str(context)]
+    files = ["--timing-cache", str(tmp_path / "t.json"), "--json", str(tmp_path / "rows.json")]
+    return CliRunner().invoke(bench.make_app(), [*arguments, *files])
+
+
+@pytest.mark.parametrize("error", [DeviceError, KeyboardInterrupt])
+def test_times_that_were_taken_before_an_error_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[BaseException]
+) -> None:
+    result = tune(monkeypatch, tmp_path, 5, error)
+    assert result.exit_code == (1 if error is DeviceError else 130)
+    cache = read_timing_cache(tmp_path / "t.json")
+    assert cache.median_us("NVIDIA H200", "product", "product-t4") == 4.0
+    assert not (tmp_path / "rows.json").exists()
+
+
+def test_a_step_that_does_not_fit_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result = tune(monkeypatch, tmp_path, 50, AssertionError)
+    assert result.exit_code == 0, result.output
+    assert "prefill500 at 50 left out: the engine has 512 positions" in result.stderr
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == [{"step": "verify2"}]
