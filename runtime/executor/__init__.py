@@ -73,7 +73,7 @@ class StepOutput:
 
 
 class Executor(Protocol):
-    """Runs the steps of one engine. Not thread-safe: one call at a time."""
+    """Runs the steps of one engine: one call at a time, from any thread."""
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run a step; writes the state of its positions and reads state at or below them.
