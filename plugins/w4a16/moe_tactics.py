@@ -19,19 +19,16 @@ from inkrt.plugins.w4a16.launches import (
 )
 from inkrt.plugins.w4a16.shapes import (
     LARGE_BLOCK,
-    MAX_NORM_WIDTH,
     MOE_WARPS,
     MULTIPROCESSORS,
     Dims,
+    check_moe,
     check_smem,
     check_tokens,
-    check_width,
     down_bytes,
     experts_bytes,
     gate_up_bytes,
-    require,
     router_bytes,
-    router_rows,
 )
 
 
@@ -64,27 +61,7 @@ def moe(
         BuildError: sizes that the kernels do not take.
     """
     check_tokens("moe", num_tokens)
-    check_width("moe", "hidden", dims.hidden, MAX_NORM_WIDTH)
-    check_width("moe", "width", dims.width, 512)
-    check_width("moe", "shared_width", dims.shared_width, 8192)
-    require(
-        dims.shared_width % dims.width == 0,
-        "moe",
-        f"shared_width={dims.shared_width}, expected a multiple of width={dims.width}",
-    )
-    require(
-        dims.experts <= 256 and dims.experts % 8 == 0,
-        "moe",
-        f"experts={dims.experts}, expected a multiple of 8 up to 256",
-    )
-    most = min(8, dims.experts)
-    require(1 <= dims.top_k <= most, "moe", f"top_k={dims.top_k}, expected 1 to {most}")
-    require(
-        router_rows(dims) <= 8,
-        "moe",
-        f"experts={dims.experts} over shared_width={dims.shared_width}, expected at most one "
-        f"expert for each shared row",
-    )
+    check_moe(dims)
     tokens, top_k = num_tokens, dims.top_k
     own: dict[str, Param] = {
         "out": Output(0),

@@ -148,6 +148,31 @@ def router_bytes(dims: Dims) -> int:
     )
 
 
+def check_moe(dims: Dims) -> None:
+    """Sizes of a mixture-of-experts block that its kernels take, for any T."""
+    check_width("moe", "hidden", dims.hidden, MAX_NORM_WIDTH)
+    check_width("moe", "width", dims.width, 512)
+    check_width("moe", "shared_width", dims.shared_width, 8192)
+    require(
+        dims.shared_width % dims.width == 0,
+        "moe",
+        f"shared_width={dims.shared_width}, expected a multiple of width={dims.width}",
+    )
+    require(
+        dims.experts <= 256 and dims.experts % 8 == 0,
+        "moe",
+        f"experts={dims.experts}, expected a multiple of 8 up to 256",
+    )
+    most = min(8, dims.experts)
+    require(1 <= dims.top_k <= most, "moe", f"top_k={dims.top_k}, expected 1 to {most}")
+    require(
+        router_rows(dims) <= 8,
+        "moe",
+        f"experts={dims.experts} over shared_width={dims.shared_width}, expected at most one "
+        f"expert for each shared row",
+    )
+
+
 def route_bytes(dims: Dims) -> int:
     """`Route` of route.cuh."""
     slots = MAX_TOKENS * dims.top_k

@@ -7,7 +7,7 @@ many rows of the step are real and leaves the others undefined.
 `tactics` and `parts` call these functions with the names of their own; nothing else should.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inkrt.plugins.tactic import (
     Float32,
@@ -34,6 +34,7 @@ from inkrt.plugins.w4a16.shapes import (
     MULTIPROCESSORS,
     PAGE,
     Dims,
+    check_moe,
     check_width,
     require,
     tiled_bytes,
@@ -192,7 +193,8 @@ def dense_mlp(dims: Dims, num_tokens: int, *, eps: float, has_delta: bool, names
 
 
 def router(dims: Dims, num_tokens: int, *, eps: float, has_delta: bool, names: Names) -> Tactic:
-    """As `parts.router`."""
+    """As `parts.router`; width and top_k do not matter."""
+    check_moe(replace(dims, width=256, top_k=1))
     blocks = -(-num_tokens // _ROUTER.tokens)
     logits = launch(
         "tile_linear",
@@ -231,6 +233,7 @@ def router(dims: Dims, num_tokens: int, *, eps: float, has_delta: bool, names: N
 
 def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     """As `parts.experts`."""
+    check_moe(dims)
     pairs = num_tokens * dims.top_k
     own: dict[str, Param] = {
         "num_tokens": _VALID,

@@ -77,5 +77,12 @@ def test_sizes_that_no_tile_takes() -> None:
         tactics.qkv(Dims(hidden=2304), 600, eps=1e-6, rope_theta=None, ring_rows=0)
     with pytest.raises(BuildError, match="width=384, expected a multiple of 256 up to 8192"):
         tactics.linear(FLINT, 9, rows=64, width=384)
+    names = {name: Pointer(name) for name in ROUTER}
+    with pytest.raises(BuildError, match="experts=260, expected a multiple of 8 up to 256"):
+        parts.router(Dims(experts=260), 9, eps=1e-6, has_delta=True, names=names)
+    with pytest.raises(BuildError, match="top_k=9, expected 1 to 8"):
+        parts.experts(Dims(top_k=9), 9, names=names)
+    with pytest.raises(BuildError, match="width=384, expected a multiple of 256 up to 512"):
+        parts.experts(Dims(width=384), 9, names=names)
     with pytest.raises(BuildError, match="36 results a token, expected x8"):
         tactics.linear(FLINT, 9, rows=36, width=512)
