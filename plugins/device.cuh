@@ -1,5 +1,5 @@
-// Device helpers that all CUDA kernels share. The only file with PTX; it includes nothing, so NVRTC
-// alone compiles a kernel.
+// Device helpers that all CUDA kernels share, with their PTX. It includes nothing, so NVRTC alone
+// compiles a kernel.
 //
 // Conventions: bf16 is held as its 16 bits. "Activations" are what an earlier kernel of the same
 // step wrote: they are read through L2 only (ld.global.cg), after pdl_wait(). "Weights" never
@@ -314,14 +314,6 @@ INK_DEVICE void cluster_arrive() {
 }
 INK_DEVICE void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-// Writes to the same place of the shared memory of another block of the cluster.
-INK_DEVICE void store_to_block(float* here, u32 rank, float value) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(there)
-               : "r"(smem_address(here)), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
 }
 
 #endif  // INK_DEVICE_CUH

@@ -46,11 +46,8 @@ __device__ constexpr int vectors_per_warp(int k, int warps) {
 }
 
 // The tensor's scale times what the codes' bf16 form lacks. bf16 weights have none: it is not read.
-INK_DEVICE float load_scale(const float* scale) {
-  return WEIGHTS ? 1.f : load_weight_float(scale);
-}
 INK_DEVICE float tensor_unit(const float* scale) {
-  return load_scale(scale) * UNIT;
+  return WEIGHTS ? 1.f : load_weight_float(scale) * UNIT;
 }
 
 // ---- one vector ----
@@ -74,7 +71,7 @@ INK_DEVICE void dequantize(u32 (&a)[4], u32 w, Scales s) {
   a[3] = mul_bf16x2((w & 0x81808180u) | ((w >> 8) & 0x00400040u), s.high);
 }
 
-// Two sets of accumulators, of even and of odd mma, hide the latency; `tile_sum` adds them.
+// Two sets of accumulators, of even and of odd mma, hide the latency; `store_tile` adds them.
 struct Tile {
   float c[2][4];
 };
@@ -201,13 +198,6 @@ template <int NV>
 INK_DEVICE void multiply_fragment(Tile& t, const Fragment<NV>& f, const Activations<NV>& b) {
 #pragma unroll
   for (int i = 0; i < NV; i++) multiply(t, f.codes[i], f.scale(i), b.v[i]);
-}
-// The halves of the vectors apart: two chains of half the length, which two warps can share.
-template <int NV>
-INK_DEVICE void multiply_fragment(Tile (&halves)[2], const Fragment<NV>& f,
-                                  const Activations<NV>& b) {
-#pragma unroll
-  for (int i = 0; i < NV; i++) multiply(halves[2 * i / NV], f.codes[i], f.scale(i), b.v[i]);
 }
 
 // N row tiles that lie one after the other in shared memory; the registers of their weights live

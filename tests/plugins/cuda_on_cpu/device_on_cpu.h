@@ -241,7 +241,3 @@ static inline void cluster_wait() {
     emu::yield();
   }
 }
-static inline void store_to_block(float* here, u32 rank, float value) {
-  emu::Block* b = emu::current->block;
-  *(float*)(b->cluster->blocks.at(rank)->smem + ((u8*)here - b->smem)) = value;
-}
