@@ -26,6 +26,7 @@ _NUMPY_DTYPES = {"int32": np.int32, "int64": np.int64, "float32": np.float32}
 RING_SIZE = 1024
 NO_TOKEN = 0xFFFFFFFF
 NEEDED_MULTIPROCESSORS = 132
+NEEDED_CUDA = 13_000  # as cuDriverGetVersion counts: CUDA 13.0, whose NVRTC compiles the kernels
 
 
 class CudaExecutor:
@@ -46,6 +47,7 @@ class CudaExecutor:
 
         self._driver = driver
         self._config = config
+        _require_driver(driver, folder)
         self._device = _open_device(Device, device, folder, config)
         self._stream = self._device.create_stream()
         code = read_code(folder, 0)
@@ -317,6 +319,23 @@ class CudaExecutor:
 
     def _synchronize(self) -> None:
         self._check(self._driver.cuStreamSynchronize(self._stream.handle))
+
+
+def _require_driver(driver: Any, folder: Path) -> None:
+    """Raise if the driver is older than the compiler of the kernels, whose code it cannot load."""
+    try:
+        status, version = driver.cuDriverGetVersion()
+    except Exception:  # without a driver; opening the device says so
+        return
+    if not status and version < NEEDED_CUDA:
+        raise EngineMismatchError(
+            f"engine {folder} needs a driver for CUDA {_cuda_name(NEEDED_CUDA)} or newer, "
+            f"this one is for CUDA {_cuda_name(version)}; update it to release 580 or newer"
+        )
+
+
+def _cuda_name(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _open_device(device_class: Any, number: int, folder: Path, config: EngineConfig) -> Any:

@@ -14,7 +14,7 @@ from fake import make_config
 from inkrt.errors import DeviceError, EngineMismatchError
 from inkrt.runtime.engine_file import EngineCode
 from inkrt.runtime.executor import Sampling, StepInput, cuda
-from inkrt.runtime.executor.cuda import _open_device
+from inkrt.runtime.executor.cuda import _open_device, _require_driver
 from inkrt.runtime.executor.decode_queue import DecodeQueue
 from inkrt.runtime.plan import Plan, TensorSpec
 
@@ -73,6 +73,28 @@ def test_another_gpu_is_refused(device: Any, words: str) -> None:
 def test_no_gpu_is_said() -> None:
     with pytest.raises(DeviceError, match=r"no GPU is usable here \(no driver\)"):
         _open_device(no_gpu, 0, ENGINE, make_config(target="sm_90a"))
+
+
+@pytest.mark.parametrize("version", [13_000, 13_020, 14_000])
+def test_a_driver_as_new_as_the_kernels_is_taken(version: int) -> None:
+    _require_driver(SimpleNamespace(cuDriverGetVersion=lambda: (0, version)), ENGINE)
+
+
+def test_an_older_driver_is_refused() -> None:
+    driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, 12_080))
+    with pytest.raises(EngineMismatchError) as caught:
+        _require_driver(driver, ENGINE)
+    assert str(caught.value) == (
+        "engine engine needs a driver for CUDA 13.0 or newer, this one is for CUDA 12.8; update it "
+        "to release 580 or newer"
+    )
+
+
+def test_a_driver_that_is_missing_is_left_to_the_device() -> None:
+    def fail() -> None:
+        raise RuntimeError("libcuda.so.1 is missing")
+
+    _require_driver(SimpleNamespace(cuDriverGetVersion=fail), ENGINE)
 
 
 def test_several_ranks_are_refused() -> None:
