@@ -319,7 +319,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           wait(&sm.bar_down, parity, patience);
         else
           wait(&sm.bar_shared_down, parity, patience);
-        const int half = is_routed ? warp : warp - ROUTED_WARPS;
+        int half = is_routed ? warp : warp - ROUTED_WARPS;
+        asm volatile("" : "+r"(half));  // addresses made here, else one is spilled over all layers
         make_ready(w, (is_routed ? sm.down : sm.shared_down) + half / 2 * JOB_BYTES,
                    half % 2 * DOWN_VECTORS, lane);
         if (warp == 0) mark(index, 17);
