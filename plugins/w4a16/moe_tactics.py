@@ -38,7 +38,6 @@ def moe(
     *,
     eps: float,
     has_delta: bool = True,
-    depth: int | None = None,
     names: Names | None = None,
 ) -> Tactic:
     """Residual add, norm, router, shared and routed experts, weighted sum.
@@ -50,7 +49,6 @@ def moe(
         num_tokens: T.
         eps: of the norm.
         has_delta: whether `delta` is added.
-        depth: tiles of a warp of gate_up that are on their way at once; None for a good number.
         names: parameters x, delta, norm_weight; router_weight bf16 [E, H]; shared_gate_up_codes and
             _scales (gate rows, then up rows), shared_gate_up_scale float32 [1]; gate_up_codes,
             _scales [E, ...] and gate_up_scale float32 [E]; down_codes, _scales, down_scale [E];
@@ -80,7 +78,7 @@ def moe(
     ]  # fmt: skip
     when = ("TRIGGER", trigger(tokens))
     after = (
-        _one_token(dims, depth, [*sizes, when], names, own)
+        _one_token(dims, [*sizes, when], names, own)
         if tokens == 1
         else (_more_tokens(dims, tokens, [*sizes, when], names, own),)
     )
@@ -125,17 +123,16 @@ def moe(
 
 
 def _one_token(
-    dims: Dims, depth: int | None, macros: Defines, names: Names | None, own: Names
+    dims: Dims, macros: Defines, names: Names | None, own: Names
 ) -> tuple[KernelLaunch, ...]:
     """gate_up, then down."""
-    if depth is None:
-        depth = 2 if dims.bf16 else 3
+    depth = 2 if dims.bf16 else 3  # tiles of a warp that are on their way at once
     most = dims.top_k * dims.width // 8
     # A bf16 tile is large: blocks take several, one after the other.
     blocks = min(most, MULTIPROCESSORS) if dims.bf16 else -(-most // depth)
     tiles = -(-most // blocks)
     # What the router's block on the SM leaves, or the one of `down`.
-    registers = 56 if not dims.bf16 and depth <= 3 else 96
+    registers = 96 if dims.bf16 else 56
     return (
         launch(
             "gate_up",
