@@ -68,7 +68,7 @@ INK_DEVICE void attend(const Args& args) {
     const Work work = find_work(step, rank, cluster, length, step.position(tb - 1));
     if (cluster >= work.clusters) continue;  // the whole cluster agrees
     if (passes > 0) {  // ring and buffers are reused
-      sm90::fence_async();
+      fence_async();
       if (kCluster > 1) {
         cluster_arrive();
         cluster_wait();
@@ -110,7 +110,7 @@ INK_DEVICE void attend(const Args& args) {
 #if ATTN_RELATIVE
     const RelativeBias bias(args, kv_head, t0, lane);
 #endif
-    sm90::fence_async();
+    fence_async();
     named_barrier(1, kThreads);
 
     u32* const page_maxima = (u32*)(smem + Smem::kPageMaxima) + group * kGroup * 16;
@@ -159,7 +159,7 @@ INK_DEVICE void attend(const Args& args) {
       probabilities(s, o, state, scale, page_maxima, i == first, group, w, lane);
       if (i >= kStages) loader.clear_rest(stage, key, group_thread);
       store_probabilities(s, p_row);
-      sm90::fence_async();
+      fence_async();
       named_barrier(2 + group, 128);
       mbar_wait(loader.bar(stage, true), parity, args.error);
       __syncwarp();

@@ -22,7 +22,6 @@ INK_DEVICE bool named_barrier_or(int id, int threads, bool value) {
       : "memory");
   return r != 0;
 }
-using ::fence_async;
 // As mbar_wait, for bytes that other blocks of the cluster push.
 INK_DEVICE void mbar_wait_cluster(u64* bar, u32 parity, int* error) {
 #pragma unroll 1

@@ -122,7 +122,7 @@ struct OneToken {
     } else if (warp < kWarps + 2) {
       if (has_newest) {
         make_row(warp, lane, patience);
-        sm90::fence_async();
+        fence_async();
         named_barrier(JOIN_BARRIER, join);
       }
     } else if (warp == kWarps + 2 && pages.window) {
@@ -235,7 +235,7 @@ struct OneToken {
     for (int i = first; i < count && i < kStages; i += kWarpgroups)
       pages.clear_rest(i, ring, group_thread);
     make_query(warp, lane, patience);
-    sm90::fence_async();
+    fence_async();
     named_barrier(JOIN_BARRIER, join);
     MARK(20);
 
@@ -269,7 +269,7 @@ struct OneToken {
               *(const uint4*)(row + is_v * 256 + c * 16);
         }
         pages.clear_rest(i, ring, group_thread);
-        sm90::fence_async();
+        fence_async();
         named_barrier(2 + group, 128);
       }
       float s[1][4];
@@ -291,7 +291,7 @@ struct OneToken {
       if (i == first) MARK(22);
       probabilities(s, o, state, scale, page_maxima, i == first, group, w, lane);
       store_probabilities(s, p_row);
-      sm90::fence_async();
+      fence_async();
       named_barrier(2 + group, 128);
       wait(bars + 2 * stage + 1, parity, patience);
       __syncwarp();
@@ -332,7 +332,7 @@ struct OneToken {
       merge.finish_or_hand_over(ending);
       if (pages.clusters > 1) merge.finish_from_clusters();
     }
-    sm90::fence_async();  // bulk copies come where the merge wrote
+    fence_async();  // bulk copies come where the merge wrote
   }
 };
 

@@ -97,7 +97,7 @@ struct Block {
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<Warp> warps;
   u8* smem = nullptr;
-  Meeting barrier, named[16];
+  Meeting barrier;
   u64 alive = 0;
   std::map<const void*, std::tuple<int, int, long, u32>>
       mbarriers;  // arrivals, pending, bytes, phase

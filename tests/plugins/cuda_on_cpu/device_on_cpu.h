@@ -130,9 +130,6 @@ static inline void copy_async_wait() {
   copy_async_commit();
   emu_copy_groups(0);
 }
-static inline void named_barrier(int id, int threads) {
-  emu::meet(emu::current->block->named[id], [threads] { return (u64)threads; });
-}
 static inline unsigned char* dynamic_smem() {
   return emu::current->block->smem;
 }
