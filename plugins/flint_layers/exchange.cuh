@@ -73,23 +73,21 @@ INK_DEVICE void wait(u64* bar, u32 parity, Patience& patience) {
 }
 
 // The words of each lane of a warp.
-INK_DEVICE uint4 receive16(const void* words, Patience& patience) {
-  uint4 v;
+template <class WORDS, WORDS (*POLL)(const void*)>
+INK_DEVICE WORDS receive(const void* words, Patience& patience) {
+  WORDS v;
   for (u32 spins = 0;; spins++) {
-    v = poll16(words);
+    v = POLL(words);
     if (!__any_sync(INK_FULL_WARP, has_empty(v)) || patience.is_over(spins)) break;
   }
   __syncwarp();
   return v;
 }
+INK_DEVICE uint4 receive16(const void* words, Patience& patience) {
+  return receive<uint4, poll16>(words, patience);
+}
 INK_DEVICE uint2 receive8(const void* words, Patience& patience) {
-  uint2 v;
-  for (u32 spins = 0;; spins++) {
-    v = poll8(words);
-    if (!__any_sync(INK_FULL_WARP, has_empty(v)) || patience.is_over(spins)) break;
-  }
-  __syncwarp();
-  return v;
+  return receive<uint2, poll8>(words, patience);
 }
 
 #endif  // INK_EXCHANGE_CUH
