@@ -245,4 +245,18 @@ struct Staged {
   }
 };
 
+// What comes before the product of a block's tokens: its first weights are requested, its rows are
+// listed (-1: none), and the kernels before have ended. Gives the tensor's unit, see `tensor_unit`.
+template <class PRODUCT>
+INK_DEVICE float begin(const PRODUCT& product, const TokenBlock& tokens, Stage* stages, int* rows,
+                       const float* scale) {
+  const int tid = threadIdx.x;
+  if (tokens.count > 0) product.start(stages);
+  const float unit = ROW_MAJOR ? 1.f : tensor_unit(scale);
+  if (tid < BLOCK_TOKENS) rows[tid] = tid < tokens.count ? tokens.first + tid : -1;
+  __syncthreads();
+  wait_and_trigger();
+  return unit;
+}
+
 #endif  // INK_TILE_CUH

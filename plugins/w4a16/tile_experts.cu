@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (tid < BLOCK_TOKENS) {
       int pair = -1;
       if (tid < here) {
-        // Within bounds whatever stands there: steps are also timed without `tile_route`.
+        // Within bounds whatever stands there.
         const u32 listed = load_act4(lists + (size_t)expert * CHUNK + first + tid);
         pair = min(listed, CHUNK * TOP_K - 1u);
       }

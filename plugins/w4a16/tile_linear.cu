@@ -22,11 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int tid = threadIdx.x, row_block = blockIdx.x / TOKEN_BLOCKS;
   const TokenBlock tokens = token_block(blockIdx.x % TOKEN_BLOCKS, num_tokens);
   const Product<DIM_N, DIM_K> product = {weights, row_block * BLOCK_TILES};
-  if (tokens.count > 0) product.start(sm.stages);
-  const float unit = ROW_MAJOR ? 1.f : tensor_unit(scale);
-  if (tid < BLOCK_TOKENS) sm.rows[tid] = tid < tokens.count ? tokens.first + tid : -1;
-  __syncthreads();
-  wait_and_trigger();
+  const float unit = begin(product, tokens, sm.stages, sm.rows, scale);
   if (tokens.count <= 0) return;
   Sums c;
   product.run(c, sm.stages, x, sm.rows, tokens.tiles());

@@ -24,11 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, head = blockIdx.x / TOKEN_BLOCKS;
   const TokenBlock tokens = token_block(blockIdx.x % TOKEN_BLOCKS, num_tokens);
   const Product<ALL_HEADS * HEAD, HIDDEN> product = {weights, head * BLOCK_TILES};
-  if (tokens.count > 0) product.start(sm.stages);
-  const float unit = tensor_unit(scale);
-  if (tid < BLOCK_TOKENS) sm.rows[tid] = tid < tokens.count ? tokens.first + tid : -1;
-  __syncthreads();
-  wait_and_trigger();
+  const float unit = begin(product, tokens, sm.stages, sm.rows, scale);
   if (tokens.count <= 0) return;
   Sums c;
   product.run(c, sm.stages, z, sm.rows, tokens.tiles());
