@@ -1,84 +1,45 @@
-"""A small Flint on the GPU against the same plan's operators on the CPU, in NVFP4 and in bf16.
-
-Both engines are built from a configuration alone: dummy weights of small tensors have the same
-values on every target.
-"""
-
-import json
+"""A small Flint on the GPU against the same plan's operators on the CPU, in NVFP4 and in bf16."""
 
 import numpy as np
 import pytest
-from flint_config import CONFIG
+from both_targets import (
+    FLIPPED,
+    TYPICAL,
+    check_launches,
+    make_prompt,
+    open_both,
+    relative_error,
+)
 
 from inkrt import LLM, SamplingParams
-from inkrt.builder.build import build_engine
-from inkrt.builder.options import BuildOptions
 from inkrt.commands.launch_parity import compare_launches
-from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling
 
 pytestmark = pytest.mark.gpu
 
-# Launches and logits of a bf16 model that adds in other orders: on this random one, measured on an
-# H200, 1e-2 a launch in front of the first experts and 1.8e-2 of the logits on average. Where two
-# experts are as good as each other, rounding decides: a row of logits is then off by up to 0.11,
-# the experts' own output in that layer by up to 0.21. A wrong scale, sign or row is off by about 1.
-NEAR = 2e-2
-TYPICAL = 3e-2
-FLIPPED = 0.15
-FLIPPED_LAUNCH = 0.5
-
 
 @pytest.fixture(scope="module", params=["nvfp4", "bf16"])
 def engines(request, gpu, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    config = dict(CONFIG)
-    if request.param == "nvfp4":
-        config["quantization_config"] = {"quant_method": "nvfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
-    opened = {}
-    for target in ("cpu", "sm_90a"):
-        engine = folder / target
-        options = BuildOptions(
-            target=target, weights="dummy", max_batch_size=2, prefill_chunk=64,
-            keep_intermediates=True,
-        )  # fmt: skip
-        build_engine(folder, engine, options)
-        opened[target] = Engine.open(engine)
-    yield opened
-    for engine in opened.values():
-        engine.close()
-
-
-def _prompt(length: int) -> list[int]:
-    return [(37 * i + i * i) % 1000 for i in range(length)]
-
-
-def _error(ours: np.ndarray, reference: np.ndarray) -> float:
-    return float(np.linalg.norm(ours - reference) / np.linalg.norm(reference))
+    with open_both(tmp_path_factory.mktemp(request.param), request.param, 64) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("width", [1, 5, 8])
 def test_every_launch_is_near_the_cpu(engines, width):
-    distances = compare_launches(engines["cpu"], engines["sm_90a"], _prompt(width))
-    first_moe = next(d.launch for d in distances if d.op == "flint_moe")
-    before = [d for d in distances if d.launch < first_moe]
-    assert len(before) > 15
-    assert all(distance.relative_error <= NEAR for distance in before), before
-    worst = max(distances, key=lambda distance: distance.relative_error)
-    assert worst.relative_error <= FLIPPED_LAUNCH, worst
+    distances = compare_launches(engines["cpu"], engines["sm_90a"], make_prompt(width))
+    check_launches(distances, 15)
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 65, 600])
 def test_logits_equal_those_of_the_cpu(engines, length):
-    prompt = _prompt(length)
+    prompt = make_prompt(length)
     with engines["cpu"].session() as cpu, engines["sm_90a"].session() as gpu:
         expected = cpu.prefill(prompt, Sampling())
         got = gpu.prefill(prompt, Sampling())
         errors, flips = [], 0
         for _ in range(24):
             a, b = got.logits[-1].astype(np.float64), expected.logits[-1].astype(np.float64)
-            errors.append(_error(a, b))
+            errors.append(relative_error(a, b))
             best = np.sort(b)[-2:]
             is_clear = best[1] - best[0] > 2 * np.abs(a - b).max()
             flips += int(a.argmax()) != int(b.argmax())
@@ -93,7 +54,7 @@ def test_logits_equal_those_of_the_cpu(engines, length):
 
 def test_rows_do_not_depend_on_the_width(engines):
     """Across the window of 513, pages of 64 and the ring of 576."""
-    tokens = _prompt(640)
+    tokens = make_prompt(640)
     with engines["sm_90a"].session() as plain, engines["sm_90a"].session() as wide:
         rows = [plain.step([token], Sampling()).logits[0] for token in tokens]
         position, width = 0, 1
@@ -110,7 +71,7 @@ def test_rows_do_not_depend_on_the_width(engines):
 
 def test_decode_feeds_itself_like_steps(engines):
     engine = engines["sm_90a"]
-    prompt = _prompt(70)
+    prompt = make_prompt(70)
     with engine.session() as session:
         token = int(session.prefill(prompt, Sampling()).tokens[-1])
         expected = []
@@ -126,7 +87,7 @@ def test_decode_feeds_itself_like_steps(engines):
 
 def test_llm_generates_what_steps_give(engines):
     """Over the window and the ring's wrap, stopped early, and gone on with in a session."""
-    engine, prompt, count = engines["sm_90a"], _prompt(70), 600
+    engine, prompt, count = engines["sm_90a"], make_prompt(70), 600
     with engine.session() as session:
         expected = [int(session.prefill(prompt, Sampling()).tokens[-1])]
         while len(expected) < count:
@@ -147,6 +108,6 @@ def test_llm_generates_what_steps_give(engines):
         for start in range(0, 500, 5):
             plain.step(expected[start : start + 5], Sampling())
         for width in (3, 1, 8):
-            other = _prompt(width)
+            other = make_prompt(width)
             a, b = plain.step(other, Sampling()), ahead.step(other, Sampling())
             np.testing.assert_array_equal(a.logits, b.logits)

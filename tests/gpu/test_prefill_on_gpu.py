@@ -7,7 +7,14 @@ import json
 
 import numpy as np
 import pytest
-from flint_config import CONFIG
+from both_targets import (
+    FLIPPED,
+    TYPICAL,
+    check_launches,
+    make_prompt,
+    open_both,
+    relative_error,
+)
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
@@ -18,61 +25,33 @@ from inkrt.runtime.executor import Sampling
 pytestmark = pytest.mark.gpu
 
 CHUNK = 128
-# As in test_flint_on_gpu.py.
-NEAR = 2e-2
-TYPICAL = 3e-2
-FLIPPED = 0.15
-FLIPPED_LAUNCH = 0.5
 
 
 @pytest.fixture(scope="module", params=["nvfp4", "bf16"])
 def engines(request, gpu, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    config = dict(CONFIG)
-    if request.param == "nvfp4":
-        config["quantization_config"] = {"quant_method": "nvfp4"}
-    (folder / "config.json").write_text(json.dumps(config))
-    opened = {}
-    for target in ("cpu", "sm_90a"):
-        options = BuildOptions(
-            target=target, weights="dummy", max_batch_size=2, prefill_chunk=CHUNK,
-            keep_intermediates=True,
-        )  # fmt: skip
-        build_engine(folder, folder / target, options)
-        opened[target] = Engine.open(folder / target)
-    yield opened
-    for engine in opened.values():
-        engine.close()
-
-
-def _prompt(length: int, seed: int = 37) -> list[int]:
-    return [(seed * i + i * i) % 1000 for i in range(length)]
+    with open_both(tmp_path_factory.mktemp(request.param), request.param, CHUNK) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize(("before", "count"), [(0, 9), (0, 128), (600, 100), (1234, 128)])
 def test_every_launch_is_near_the_cpu(engines, before, count):
     """The first chunk; one over a page's end; one through the ring's end, seeing whole windows."""
-    prompt = _prompt(before + count)
+    prompt = make_prompt(before + count)
     distances = compare_launches(
         engines["cpu"], engines["sm_90a"], prompt[before:], before=prompt[:before]
     )
-    first_moe = next(d.launch for d in distances if d.op == "flint_moe")
-    in_front = [d for d in distances if d.launch < first_moe]
-    assert len(in_front) > 10
-    assert all(distance.relative_error <= NEAR for distance in in_front), in_front
-    worst = max(distances, key=lambda distance: distance.relative_error)
-    assert worst.relative_error <= FLIPPED_LAUNCH, worst
+    check_launches(distances, 10)
 
 
 @pytest.mark.parametrize("length", [9, 64, 129, 700, 1300])
 def test_logits_equal_those_of_the_cpu_and_decode_goes_on(engines, length):
-    prompt = _prompt(length)
+    prompt = make_prompt(length)
     errors = []
     with engines["cpu"].session() as cpu, engines["sm_90a"].session() as gpu:
         expected, got = (session.prefill(prompt, Sampling()) for session in (cpu, gpu))
         for _ in range(12):
             a, b = got.logits[-1].astype(np.float64), expected.logits[-1].astype(np.float64)
-            errors.append(float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+            errors.append(relative_error(a, b))
             assert int(got.tokens[-1]) == int(a.argmax())
             best = np.sort(b)[-2:]
             is_clear = best[1] - best[0] > 2 * np.abs(a - b).max()
@@ -85,10 +64,10 @@ def test_logits_equal_those_of_the_cpu_and_decode_goes_on(engines, length):
 
 def test_bits_do_not_depend_on_the_chunks(engines):
     """Full and padded chunks that begin anywhere, in slots and pages used before."""
-    prompt = _prompt(909)  # no chunk below leaves so few tokens that a verify step takes them
+    prompt = make_prompt(909)  # no chunk below leaves so few tokens that a verify step takes them
     with engines["sm_90a"].session() as one, engines["sm_90a"].session() as other:
         for session in (one, other):
-            session.prefill(_prompt(700, seed=11), Sampling())
+            session.prefill(make_prompt(700, seed=11), Sampling())
             session.rollback(0)
         rows = {}
         for chunk in (128, 100, 75, 9):
@@ -105,7 +84,7 @@ def test_bits_do_not_depend_on_the_chunks(engines):
 
 def test_a_padded_chunk_writes_no_state_but_its_own(engines):
     """Sessions whose chunks take turns give what each gives alone."""
-    prompt = _prompt(660)
+    prompt = make_prompt(660)
     sessions = [engines["sm_90a"].session() for _ in range(2)]
     with sessions[0] as alone:
         expected = [alone.prefill(prompt[i : i + 60], Sampling()).logits for i in range(0, 660, 60)]
@@ -115,14 +94,14 @@ def test_a_padded_chunk_writes_no_state_but_its_own(engines):
             got = []
             for i in range(0, 660, 60):
                 got.append(alone.prefill(prompt[i : i + 60], Sampling()).logits)
-                beside.prefill(_prompt(21, seed=i + 1), Sampling())
+                beside.prefill(make_prompt(21, seed=i + 1), Sampling())
             got += [alone.step([3], Sampling()).logits]
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_what_a_rolled_back_chunk_wrote_is_forgotten(engines):
-    prompt = _prompt(240)
+    prompt = make_prompt(240)
     with engines["sm_90a"].session() as session:
         session.prefill(prompt[:140], Sampling())
         expected = session.prefill(prompt[140:], Sampling()).logits
@@ -151,14 +130,14 @@ def full_size(request, gpu, tmp_path_factory):
 @pytest.mark.parametrize("length", [9, 300, 512, 1500])
 def test_the_models_sizes_are_near_narrow_steps(full_size, length):
     """Those are compared with the CPU elsewhere; 1500 tokens wrap the ring of 1024."""
-    prompt = _prompt(length)
+    prompt = make_prompt(length)
     errors = []
     with full_size.session() as wide, full_size.session() as narrow:
         got = wide.prefill(prompt, Sampling())
         expected = narrow.prefill(prompt, Sampling(), chunk=8)
         for _ in range(8):
             a, b = got.logits[-1].astype(np.float64), expected.logits[-1].astype(np.float64)
-            errors.append(float(np.linalg.norm(a - b) / np.linalg.norm(b)))
+            errors.append(relative_error(a, b))
             token = int(expected.tokens[-1])
             got, expected = (session.step([token], Sampling()) for session in (wide, narrow))
     assert np.median(errors) <= TYPICAL, errors
