@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from w4a16_backend import Buffer, empty, run
 from w4a16_cases import EPS, THETA
-from w4a16_checks import SLOT, SLOTS, Checks, cache_rows
+from w4a16_kernel_checks import SLOT, SLOTS, KernelChecks, cache_rows
 from w4a16_oracle import (
     add_norm,
     from_bits,
@@ -28,7 +28,7 @@ from inkrt.plugins.w4a16 import parts, tactics
 
 
 @dataclass(slots=True)
-class TileChecks(Checks):
+class TileChecks(KernelChecks):
     """Runs the checks; `widths` are the numbers of real tokens, the largest last.
 
     Attributes:
