@@ -168,9 +168,11 @@ def trace(launch: Launch, kernel: KernelLaunch, layers: int, macros: list[tuple[
 def check_bits(engine: Engine, launch: Launch, context: int) -> None:
     """Compare logits of decode steps, with the code in use, to those of two-token steps; time both.
 
-    The caches hold whatever they hold: the same for both.
+    The caches begin with small numbers: launches alone, on whatever their inputs hold, may have
+    left NaN there, which equals nothing.
     """
     executor = launch.executor
+    executor.memory.fill_state(0x3C)
     executor._modules[launch.kernel.cubin] = launch.code
     executor._graphs["decode"] = executor._capture(executor.plan("decode"))
     pages = list(range(-(-(context + 64) // 64)))
