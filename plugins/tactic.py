@@ -131,7 +131,8 @@ class KernelLaunch:
         smem_bytes: dynamic shared memory.
         params: in the kernel's order.
         pdl: whether it may start before its predecessor has ended; such a kernel waits
-            (griddepcontrol.wait) before it touches anything a predecessor writes or reads.
+            (griddepcontrol.wait) before it touches anything a predecessor writes or reads. That
+            may be the same launch, so its outputs and scratch are among it.
         cooperative: whether all blocks must be resident at once.
     """
 

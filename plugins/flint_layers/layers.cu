@@ -79,7 +79,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (tid == 0) {
     sm.position = p;
     sm.ring_slot = load_act_int(slot);
-    sm.first_slot = slots_used[b];
   }
   if (tid < 6) mbar_init((&sm.bar_qkv) + tid, 1);
   if (tid < 3) mbar_init(sm.bar_gate_up + tid, 1);
@@ -94,12 +93,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warp == 0) pages_of(0).prefetch(0, attention::EARLY_STAGES, ring, sm.bar_pages, lane);
 
   // Row 16 b + lane of the residual stream lives in warp 0.
+  const bool has_row = warp == 0 && is_owner && lane < 16;
   float s = 0;
   pdl_wait();
-  if (warp == 0 && is_owner) {
-    if (lane < 16) s = to_float(x[b * 16 + lane]) + to_float(delta[b * 16 + lane]);
-    if (lane < 16) publish4(slot_of(0).before_attention + b * 16 + lane, __float_as_uint(s));
-  }
+  // Behind the wait: this very launch may run just before, and its block b ends later than others.
+  const u32 first_slot = load_act4(slots_used + b);
+  if (has_row) s = to_float(x[b * 16 + lane]) + to_float(delta[b * 16 + lane]);
+  if (tid == 0) sm.first_slot = first_slot;
+  __syncthreads();
+  if (has_row) publish4(slot_of(0).before_attention + b * 16 + lane, __float_as_uint(s));
 
 #pragma unroll 1
   for (int index = 0; index < LAYERS; index++) {
