@@ -48,7 +48,7 @@ class TileChecks(KernelChecks):
         self._try("tile qkv pages", lambda: self.tile_qkv(0, 60))
         for has_delta in (False, True):
             self._try("tile router", lambda x=has_delta: self.router(has_delta=x))  # type: ignore[misc]
-        for kind in ("even", "skewed", "ties"):
+        for kind in ("even", "skewed", "steps", "ties"):
             self._try("tile experts", lambda x=kind: self.experts(x))  # type: ignore[misc]
         self._try("tile dense", lambda: self.dense(has_delta=True))
 
@@ -171,7 +171,10 @@ class TileChecks(KernelChecks):
         self._close(f"{name} shared", hidden, gated(rounded(product(z_got, up))), 5e-3)
 
     def experts(self, kind: str) -> None:
-        """Choice, routed experts, and the sum; `kind` of logits: even, skewed or with ties."""
+        """Choice, routed experts, and the sum; `kind` of logits: even, skewed, with ties, or steps.
+
+        Steps: lists of the lengths around every multiple of 32, as far as tokens and experts go.
+        """
         d, count, name = self.dims, self.widths[-1], f"tile experts, {kind}"
         z = self._bits(self.chunk, d.hidden, salt=1)
         logits = self._bits(self.chunk, d.experts, salt=2)
@@ -179,6 +182,11 @@ class TileChecks(KernelChecks):
             logits[:, 1::2] = logits[:, ::2]
         if kind == "skewed":  # a few experts have all tokens, most have none
             logits[:] = to_bits(8.0 - np.arange(d.experts) / 2)
+        if kind == "steps":  # an expert is chosen by its first tokens, in front of the other half
+            half = d.experts // 2
+            ends = [length for n in range(32, count + 1, 32) for length in (n, n + 1, n - 1)]
+            for expert, end in zip(range(half), ends, strict=False):
+                logits[:, expert] = to_bits(np.where(np.arange(self.chunk) < end, 9.0, -9.0))
         shared_hidden = self._bits(self.chunk, d.shared_width, salt=3)
         up = self._matrix(d.experts, 2 * d.width, d.hidden, order="gated")
         down = self._matrix(d.experts, d.hidden, d.width)
@@ -191,6 +199,7 @@ class TileChecks(KernelChecks):
             d, self.chunk, names={n: Pointer(n) for n in ("z", "logits", "shared_hidden")}
         )
         (out,), scratch = self._counts(name, tactic, arguments, [d.hidden * 2])
+        self._items(name, scratch, count * d.top_k)
         hidden = from_bits(self.backend.download(scratch["hidden"]).view(np.uint16))
         hidden = hidden.reshape(self.chunk, d.top_k, d.width)[:count]
         chosen, weights = route(logits[:count], d.top_k)
@@ -205,6 +214,20 @@ class TileChecks(KernelChecks):
         shared = rounded(product(from_bits(shared_hidden[:count]), shared_down))
         got = from_bits(out.view(np.uint16))
         self._close(f"{name} out", got, rounded(rounded(routed) + shared), 5e-3)
+
+    def _items(self, name: str, scratch: dict[str, Buffer], num_pairs: int) -> None:
+        """Every pair stands in one item, and those behind the items are empty."""
+        items = self.backend.download(scratch["items"]).view(np.uint32).reshape(-1, 4)
+        lists = self.backend.download(scratch["lists"]).view(np.int32).reshape(-1, self.chunk)
+        used = int((items[:, 2] > 0).sum())
+        pairs = [
+            lists[expert, first : first + count]
+            for expert, first, count, _ in items[:used].tolist()
+        ]
+        self.report(f"{name} items come first", not items[used:].any(), "")
+        once = np.array_equal(np.sort(np.concatenate(pairs)), np.arange(num_pairs))
+        self.report(f"{name} every pair in one item", once, "")
+        self.report(f"{name} length of items", items[:, 2].max() <= 64, "")
 
     def dense(self, *, has_delta: bool) -> None:
         """The MLP of a dense layer."""

@@ -1,9 +1,8 @@
 // Routed experts of a wide step: gate, up and activation (GATED, DIM_N = 2 WIDTH rows of HIDDEN),
 // or down (DIM_N = HIDDEN rows of WIDTH). A pair is (token, rank): token TOP_K + rank. A block
-// takes BLOCK_ROWS rows of one expert and all pairs that `tile_route` has put on its list,
-// BLOCK_TOKENS after the other; the expert's weights are read from the device once and then from
-// the L2. In a step whose pairs leave few experts without any, the first weights are requested
-// before that is known.
+// takes BLOCK_ROWS rows of one expert for one item of `tile_route`: up to BLOCK_TOKENS of the pairs
+// that chose it. Items of one expert follow each other, so its weights are read from the device
+// once and then from the L2.
 //
 //   GATED   out[pair] = bf16(silu(g) u) of x[token], nothing rounded in between
 //   else    out[pair] = bf16(product scale) of x[pair]
@@ -21,50 +20,43 @@ struct Shared {
   int rows[BLOCK_TOKENS], pairs[BLOCK_TOKENS];
 };
 
-// lists: [expert][CHUNK] pairs, of which counts[expert] are there.
+// items: [ITEMS] (expert, first, count, 0), count 0 for none; lists: [expert][CHUNK] pairs, of
+// which an item takes `count` from `first` on.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    tile_experts(const bf16* x, const u8* weights, const float* scales, const u32* counts,
-                 const int* lists, bf16* out, const int* num_tokens) {
+    tile_experts(const bf16* x, const u8* weights, const float* scales, const uint4* items,
+                 const int* lists, bf16* out) {
   Shared& sm = *(Shared*)dynamic_smem();
-  const int tid = threadIdx.x;
-  const int expert = blockIdx.x / ROW_BLOCKS, row_block = blockIdx.x % ROW_BLOCKS;
+  const int tid = threadIdx.x, row_block = blockIdx.x % ROW_BLOCKS;
+  wait_and_trigger();
+  const uint4 item = load_act16(items + blockIdx.x / ROW_BLOCKS);
+  const int expert = item.x, first = item.y, count = item.z, tiles = (count + 7) / 8;
+  if (count == 0) return;
   const u8* matrix = weights + (size_t)expert * ((DIM_N + 15) / 16) * tile_bytes(DIM_K);
   const Product<DIM_N, DIM_K> product = {matrix, row_block * BLOCK_TILES};
+  product.start(sm.stages);
   const float unit = tensor_unit(scales + expert);
-  const bool is_early = load_act_int(num_tokens) * TOP_K >= 4 * EXPERTS;
-  if (is_early) product.start(sm.stages);
-  wait_and_trigger();
-  const int count = (int)load_act4(counts + expert);
-  if (count == 0 && is_early) copy_async_wait();
-#pragma unroll 1
-  for (int first = 0; first < count; first += BLOCK_TOKENS) {
-    const int here = min(count - first, BLOCK_TOKENS), tiles = (here + 7) / 8;
-    if (first > 0 || !is_early) product.start(sm.stages);
-    if (tid < BLOCK_TOKENS) {
-      int pair = -1;
-      if (tid < here) {
-        // Within bounds whatever stands there.
-        const u32 listed = load_act4(lists + (size_t)expert * CHUNK + first + tid);
-        pair = min(listed, CHUNK * TOP_K - 1u);
-      }
-      sm.pairs[tid] = pair;
-      sm.rows[tid] = GATED && pair >= 0 ? pair / TOP_K : pair;
+  if (tid < BLOCK_TOKENS) {
+    int pair = -1;
+    if (tid < count) {
+      // Within bounds whatever stands there: steps are also timed without `tile_route`.
+      const u32 listed = load_act4(lists + (size_t)expert * CHUNK + first + tid);
+      pair = min(listed, CHUNK * TOP_K - 1u);
     }
-    __syncthreads();
-    Sums c;
-    product.run(c, sm.stages, x, sm.rows, tiles);
+    sm.pairs[tid] = pair;
+    sm.rows[tid] = GATED && pair >= 0 ? pair / TOP_K : pair;
+  }
+  __syncthreads();
+  Sums c;
+  product.run(c, sm.stages, x, sm.rows, tiles);
 #if GATED
-    sm.out.gated<false>(c, unit, tiles);
+  sm.out.gated<false>(c, unit, tiles);
 #else
-    sm.out.plain(c, unit, tiles);
+  sm.out.plain(c, unit, tiles);
 #endif
-    constexpr int PIECES = OUT_ROWS / 8;
-    for (int i = tid; i < here * PIECES; i += THREADS) {
-      const int token = i / PIECES, row = row_block * OUT_ROWS + i % PIECES * 8;
-      if (row < OUT_WIDTH)
-        *(uint4*)(out + (size_t)sm.pairs[token] * OUT_WIDTH + row) =
-            sm.out.piece(token, i % PIECES);
-    }
-    __syncthreads();  // before the next copies go where `out` is
+  constexpr int PIECES = OUT_ROWS / 8;
+  for (int i = tid; i < count * PIECES; i += THREADS) {
+    const int token = i / PIECES, row = row_block * OUT_ROWS + i % PIECES * 8;
+    if (row < OUT_WIDTH)
+      *(uint4*)(out + (size_t)sm.pairs[token] * OUT_WIDTH + row) = sm.out.piece(token, i % PIECES);
   }
 }

@@ -235,10 +235,14 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     """As `parts.experts`."""
     check_moe(dims)
     pairs = num_tokens * dims.top_k
+    # An expert has top_k / experts of all tokens on average.
+    tile = _WIDE if pairs >= dims.experts * _EXPERTS.tokens else _EXPERTS
+    # Parts of the lists of the experts: each list ends with one that may be short.
+    items = min(pairs, (pairs + dims.experts * (tile.tokens - 1)) // tile.tokens)
     own: dict[str, Param] = {
         "num_tokens": _VALID,
         # Kept, so that a step that is timed without `tile_route` has the last one's.
-        "counts": Scratch("counts", 4 * dims.experts, fill=0),
+        "items": Scratch("items", 16 * items, fill=0),
         "lists": Scratch("lists", 4 * dims.experts * num_tokens),
         "pair_weights": Scratch("pair_weights", 4 * pairs),
         "hidden": Scratch("hidden", 2 * pairs * dims.width),
@@ -251,21 +255,18 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     ]  # fmt: skip
     route = launch(
         "tile_route",
-        sizes,
+        [*sizes, ("ITEMS", items), ("ITEM_PAIRS", tile.tokens)],
         blocks=1,
         threads=1024,
-        smem=4 * dims.experts,
-        params=params_of("logits num_tokens counts lists pair_weights", names, own),
+        smem=4 * dims.experts + 4,
+        params=params_of("logits num_tokens items lists pair_weights", names, own),
     )
-
-    # An expert has top_k / experts of all tokens on average.
-    tile = _WIDE if pairs >= dims.experts * _EXPERTS.tokens else _EXPERTS
 
     def grouped(rows: int, width: int, gated: int, params: str) -> KernelLaunch:
         return launch(
             "tile_experts",
             [*sizes, ("DIM_N", rows), ("DIM_K", width), ("GATED", gated), *tile.defines],
-            blocks=dims.experts * -(-rows // tile.rows),
+            blocks=items * -(-rows // tile.rows),
             threads=_THREADS,
             smem=_smem(dims, tile, tile.rows // (2 if gated else 1), lists=2),
             params=params_of(params, names, own),
@@ -295,14 +296,9 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
         (
             route,
             grouped(
-                2 * dims.width,
-                dims.hidden,
-                1,
-                "z gate_up_codes gate_up_scale counts lists hidden num_tokens",
+                2 * dims.width, dims.hidden, 1, "z gate_up_codes gate_up_scale items lists hidden"
             ),
-            grouped(
-                dims.hidden, dims.width, 0, "hidden down_codes down_scale counts lists y num_tokens"
-            ),
+            grouped(dims.hidden, dims.width, 0, "hidden down_codes down_scale items lists y"),
             combine,
         ),
         round((distinct * expert + shared) * dims.chunk_bytes / 4096)

@@ -61,10 +61,10 @@ def test_router(folder: Path, has_delta: bool) -> None:
     assert failed == []
 
 
-@pytest.mark.parametrize("kind", ["even", "skewed", "ties"])
+@pytest.mark.parametrize("kind", ["even", "skewed", "steps", "ties"])
 def test_experts(folder: Path, kind: str) -> None:
-    """With more than a tile of pairs an expert where the choice is skewed."""
-    check, failed = checks(folder, TINY, 48, (9, 37), reverse=kind == "ties")
+    """With more than an item of pairs an expert where the choice is skewed."""
+    check, failed = checks(folder, TINY, 80, (9, 66), reverse=kind == "ties")
     check.experts(kind)
     assert failed == []
 

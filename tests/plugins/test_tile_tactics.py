@@ -67,7 +67,26 @@ def test_every_wide_kernel_knows_how_many_rows_are_real() -> None:
     for tactic in all_tactics(FLINT, 9, 576):
         for kernel in tactic.kernels:
             counts = {InputPointer("num_tokens"), Pointer("num_tokens")} & {*kernel.params}
-            assert counts, kernel.entry
+            # The experts' items are of real rows only.
+            items = {param for param in kernel.params if getattr(param, "name", "") == "items"}
+            assert counts or items, kernel.entry
+
+
+@pytest.mark.parametrize(("num_tokens", "experts"), [(9, 256), (512, 256), (2048, 256), (40, 8)])
+def test_items_hold_every_choice(num_tokens: int, experts: int) -> None:
+    """As many as the worst choice has: one pair more than a whole number of items an expert."""
+    tactic = parts.experts(
+        replace(FLINT, experts=experts), num_tokens, names={n: Pointer(n) for n in ROUTER}
+    )
+    route, gate_up, down, _ = tactic.kernels
+    defines = dict(route.defines)
+    most, size = int(defines["ITEMS"]), int(defines["ITEM_PAIRS"])
+    assert size == 8 * int(dict(gate_up.defines)["TOKEN_TILES"])
+    pairs = num_tokens * FLINT.top_k
+    used = min(experts, pairs)  # a pair each; the others fill whole items
+    assert used + (pairs - used) // size <= most <= pairs
+    assert gate_up.grid[0] == most * 1024 // 128
+    assert down.grid[0] == most * 2048 // 128
 
 
 def test_sizes_that_no_tile_takes() -> None:
