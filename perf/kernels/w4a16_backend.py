@@ -91,7 +91,7 @@ class Bound:
 
 
 # Scratch that a tiled kernel writes and a later one of its tactic reads.
-_TILES_LATE = {"angles", "items", "lists", "pair_weights", "y"}
+_TILES_LATE = {"angles", "chosen", "items", "lists", "pair_weights", "y"}
 
 
 def bind(

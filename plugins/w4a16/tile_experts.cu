@@ -36,12 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   product.start(sm.stages);
   const float unit = tensor_unit(scales + expert);
   if (tid < BLOCK_TOKENS) {
-    int pair = -1;
-    if (tid < count) {
-      // Within bounds whatever stands there: steps are also timed without `tile_route`.
-      const u32 listed = load_act4(lists + (size_t)expert * CHUNK + first + tid);
-      pair = min(listed, CHUNK * TOP_K - 1u);
-    }
+    const int* list = lists + (size_t)expert * CHUNK + first;
+    const int pair = tid < count ? load_act_int(list + tid) : -1;
     sm.pairs[tid] = pair;
     sm.rows[tid] = GATED && pair >= 0 ? pair / TOP_K : pair;
   }

@@ -1,40 +1,32 @@
-// Routing of a wide step: the experts of each token and their weights (route.cuh), for each expert
-// the list of its pairs (token TOP_K + rank), and the lists' parts of up to ITEM_PAIRS as items, of
-// which a block of `tile_experts` takes one: so a list that is long does not make one block slow.
-// One block, a warp a token at a time, so that nothing has to be kept from step to step. The order
+// Lists of a wide step: for each expert its pairs (token TOP_K + rank), and the lists' parts of up
+// to ITEM_PAIRS as items, of which a block of `tile_experts` takes one: so a list that is long does
+// not make one block slow. One block, so that nothing has to be kept from step to step. The order
 // within a list and of the experts among the items depends on which warp comes first; no result
 // does.
-#include "route.cuh"
+#include "w4a16.cuh"
 
-constexpr int WARPS = 32, THREADS = WARPS * 32;
+constexpr int THREADS = 1024;
+static_assert(EXPERTS <= THREADS, "a thread for each expert");
 
 struct Shared {
   u32 counts[EXPERTS];
   u32 num_items;
 };
 
-// items: [ITEMS] (expert, first, count, 0), all that can be; lists: [EXPERTS][CHUNK];
-// weights: [T][TOP_K].
+// chosen: [T][TOP_K]; items: [ITEMS] (expert, first, count, 0), all that can be; lists:
+// [EXPERTS][CHUNK].
 extern "C" __global__ void __launch_bounds__(THREADS)
-    tile_route(const bf16* logits, const int* num_tokens, uint4* items, int* lists,
-               float* weights) {
+    tile_route(const int* chosen, const int* num_tokens, uint4* items, int* lists) {
   Shared& sm = *(Shared*)dynamic_smem();
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int tid = threadIdx.x;
   if (tid < EXPERTS) sm.counts[tid] = 0;
   if (tid == 0) sm.num_items = 0;
   __syncthreads();
-  const int T = load_act_int(num_tokens);
+  const int num_pairs = load_act_int(num_tokens) * TOP_K;
   wait_and_trigger();
-#pragma unroll 2
-  for (int token = warp; token < T; token += WARPS) {
-    int expert;
-    float weight;
-    top_experts(logits + (size_t)token * EXPERTS, lane, expert, weight);
-    if (lane < TOP_K) {
-      const int pair = token * TOP_K + lane;
-      weights[pair] = weight;
-      lists[(size_t)expert * CHUNK + atomicAdd(&sm.counts[expert], 1u)] = pair;
-    }
+  for (int pair = tid; pair < num_pairs; pair += THREADS) {
+    const int expert = load_act_int(chosen + pair);
+    lists[(size_t)expert * CHUNK + atomicAdd(&sm.counts[expert], 1u)] = pair;
   }
   __syncthreads();
   if (tid < EXPERTS && sm.counts[tid] > 0) {

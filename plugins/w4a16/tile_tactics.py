@@ -241,8 +241,8 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     items = min(pairs, (pairs + dims.experts * (tile.tokens - 1)) // tile.tokens)
     own: dict[str, Param] = {
         "num_tokens": _VALID,
-        # Kept, so that a step that is timed without `tile_route` has the last one's.
-        "items": Scratch("items", 16 * items, fill=0),
+        "chosen": Scratch("chosen", 4 * pairs),
+        "items": Scratch("items", 16 * items),
         "lists": Scratch("lists", 4 * dims.experts * num_tokens),
         "pair_weights": Scratch("pair_weights", 4 * pairs),
         "hidden": Scratch("hidden", 2 * pairs * dims.width),
@@ -253,13 +253,21 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
         ("EXPERTS", dims.experts), ("TOP_K", dims.top_k), ("CHUNK", num_tokens),
         *variant(dims, num_tokens),
     ]  # fmt: skip
+    choose = launch(
+        "tile_choose",
+        sizes,
+        blocks=-(-num_tokens // 4),
+        threads=_THREADS,
+        smem=0,
+        params=params_of("logits num_tokens chosen pair_weights", names, own),
+    )
     route = launch(
         "tile_route",
         [*sizes, ("ITEMS", items), ("ITEM_PAIRS", tile.tokens)],
         blocks=1,
         threads=1024,
         smem=4 * dims.experts + 4,
-        params=params_of("logits num_tokens items lists pair_weights", names, own),
+        params=params_of("chosen num_tokens items lists", names, own),
     )
 
     def grouped(rows: int, width: int, gated: int, params: str) -> KernelLaunch:
@@ -294,6 +302,7 @@ def experts(dims: Dims, num_tokens: int, *, names: Names) -> Tactic:
     return Tactic(
         "w4a16_tile_experts",
         (
+            choose,
             route,
             grouped(
                 2 * dims.width, dims.hidden, 1, "z gate_up_codes gate_up_scale items lists hidden"

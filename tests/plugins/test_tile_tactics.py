@@ -78,7 +78,7 @@ def test_items_hold_every_choice(num_tokens: int, experts: int) -> None:
     tactic = parts.experts(
         replace(FLINT, experts=experts), num_tokens, names={n: Pointer(n) for n in ROUTER}
     )
-    route, gate_up, down, _ = tactic.kernels
+    _, route, gate_up, down, _ = tactic.kernels
     defines = dict(route.defines)
     most, size = int(defines["ITEMS"]), int(defines["ITEM_PAIRS"])
     assert size == 8 * int(dict(gate_up.defines)["TOKEN_TILES"])

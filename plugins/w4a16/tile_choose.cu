@@ -1,0 +1,20 @@
+// Choice of a wide step: the experts of each token and their weights (route.cuh), a warp a token.
+// `tile_route` makes the experts' lists of it. Rows from num_tokens on are left as they are.
+#include "route.cuh"
+
+constexpr int WARPS = 4, THREADS = WARPS * 32;
+
+// chosen, weights: [T][TOP_K].
+extern "C" __global__ void __launch_bounds__(THREADS)
+    tile_choose(const bf16* logits, const int* num_tokens, int* chosen, float* weights) {
+  const int lane = threadIdx.x & 31, token = blockIdx.x * WARPS + (threadIdx.x >> 5);
+  wait_and_trigger();
+  if (token >= load_act_int(num_tokens)) return;
+  int expert;
+  float weight;
+  top_experts(logits + (size_t)token * EXPERTS, lane, expert, weight);
+  if (lane < TOP_K) {
+    chosen[token * TOP_K + lane] = expert;
+    weights[token * TOP_K + lane] = weight;
+  }
+}
