@@ -69,6 +69,14 @@ def test_experts(folder: Path, kind: str) -> None:
     assert failed == []
 
 
+@pytest.mark.parametrize("kind", ["skewed", "steps"])
+def test_experts_of_many_tokens(folder: Path, kind: str) -> None:
+    """Few experts take the wide tile, whose items are twice as long; one more is begun."""
+    check, failed = checks(folder, dataclasses.replace(TINY, experts=8), 80, (9, 66))
+    check.experts(kind)
+    assert failed == []
+
+
 @pytest.mark.parametrize(("ring", "position"), [(64, 0), (64, 187), (0, 60)])
 def test_qkv(folder: Path, ring: int, position: int) -> None:
     """Through a ring's end and over pages."""
