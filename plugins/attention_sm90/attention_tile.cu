@@ -1,11 +1,12 @@
 // Attention of a wide step: a block takes 64 tokens of BLOCK_HEADS query heads of one kv head, a
-// warp 16 tokens of one head. It walks the pages that any of its tokens sees, one ahead in shared
-// memory, with scores, probabilities and results in registers (the online softmax of
+// warp 16 tokens of one head. It walks the pages that any of its tokens sees, ATTN_STAGES - 1 ahead
+// in shared memory, with scores, probabilities and results in registers (the online softmax of
 // FlashAttention-2, on mma.sync). The step's own keys and values are in the cache.
 //
 // Macros:
 //   ATTN_CHUNK          T, rows of the step
 //   ATTN_BLOCK_HEADS    query heads of a block, 1 or 2; divides ATTN_HEADS_PER_KV
+//   ATTN_STAGES         pages in shared memory
 //   ATTN_KV_HEADS, ATTN_HEADS_PER_KV, ATTN_WINDOW, ATTN_RING_ROWS as in shape.cuh
 #include "device.cuh"
 #include "kv_layout.cuh"
@@ -14,7 +15,7 @@ namespace {
 
 constexpr int kDim = 128, kPage = kv_layout::kPageTokens, kTokens = 64;
 constexpr int kHeads = ATTN_KV_HEADS * ATTN_HEADS_PER_KV, kThreads = 128 * ATTN_BLOCK_HEADS;
-constexpr int kTokenBlocks = (ATTN_CHUNK + kTokens - 1) / kTokens, kStages = 2;
+constexpr int kTokenBlocks = (ATTN_CHUNK + kTokens - 1) / kTokens, kStages = ATTN_STAGES;
 constexpr int kSteps = kDim / 16, kKeyTiles = kPage / 8, kDimTiles = kDim / 8;  // of mma operands
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNoKey = -1e30f;  // maximum before the first key; finite, so no difference is NaN
@@ -168,7 +169,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     bulk_load(sm.k[stage], k_cache + tile, Tile::kBytes, &sm.bars[stage]);
     bulk_load(sm.v[stage], v_cache + tile, Tile::kBytes, &sm.bars[stage]);
   };
-  if (thread == 0) load(0);
+  if (thread == 0)
+#pragma unroll 1
+    for (int i = 0; i < min(kStages - 1, num_pages); ++i) load(i);
 
   u32 operands[kSteps][4];
 #pragma unroll
@@ -192,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
   for (int i = 0; i < num_pages; ++i) {
     const int stage = i % kStages, key = (first_page + i) * kPage;
-    if (thread == 0 && i + 1 < num_pages) load(i + 1);
+    if (thread == 0 && i + kStages - 1 < num_pages) load(i + kStages - 1);
     mbar_wait(&sm.bars[stage], i / kStages & 1, error);
     if (key < first_key || key + kPage > last_key + 1) {
       clear_rows(sm.v[stage], first_key - key, last_key + 1 - key);

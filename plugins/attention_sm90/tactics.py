@@ -41,6 +41,7 @@ _MAX_HEADS_PER_KV = 8
 _STAGE_BYTES = 2 * PAGE_TOKENS * _HEAD_DIM * 2
 _THREADS = 256
 _TILE_TOKENS = 64
+_TILE_STAGES = 3  # one more would spill registers
 _WARPS = 8
 
 
@@ -248,6 +249,7 @@ def tile_tactic(call: Call) -> Tactic:
         defines=(
             ("ATTN_CHUNK", call.num_tokens),
             ("ATTN_BLOCK_HEADS", heads),
+            ("ATTN_STAGES", _TILE_STAGES),
             ("ATTN_KV_HEADS", call.num_kv_heads),
             ("ATTN_HEADS_PER_KV", call.heads_per_kv),
             ("ATTN_WINDOW", call.window),
@@ -267,7 +269,7 @@ def tile_tactic(call: Call) -> Tactic:
             Scratch("error", 4, 0),
             Float32(call.scale),
         ),
-        smem_bytes=2 * _STAGE_BYTES + 1024,  # two stages and their barriers
+        smem_bytes=_TILE_STAGES * _STAGE_BYTES + 1024,  # and their barriers
     )
     return Tactic(f"tile_64x{heads}", (kernel,), call.bytes, call.flops)
 

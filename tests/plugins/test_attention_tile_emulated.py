@@ -54,6 +54,7 @@ def expected(
         (FULL, 0, 100, True),
         (FULL, 61, 67, False),  # over a page's end, a token block of three tokens
         (FULL, 128, 64, True),  # whole pages
+        (FULL, 500, 12, False),  # more pages than twice the stages
         (SLIDING, 0, 100, False),
         (SLIDING, 150, 100, True),  # through the ring's end
         (SLIDING, 1000, 37, False),
