@@ -261,6 +261,9 @@ INK_DEVICE void mbar_expect(u64* bar, u32 num_bytes) {  // one arrival, and num_
                "r"(num_bytes)
                : "memory");
 }
+INK_DEVICE void mbar_arrive(u64* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
+}
 INK_DEVICE bool mbar_test(u64* bar, u32 parity) {
   u32 done;
   asm volatile(

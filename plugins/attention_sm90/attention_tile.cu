@@ -26,7 +26,8 @@ static_assert(!ATTN_RING_ROWS || ATTN_RING_ROWS >= ATTN_WINDOW - 1 + ATTN_CHUNK,
 struct Shared {
   alignas(1024) u8 k[kStages][Tile::kBytes];
   alignas(1024) u8 v[kStages][Tile::kBytes];
-  u64 bars[kStages];
+  u64 bars[kStages];   // a page is there
+  u64 empty[kStages];  // all warps are done with it
 };
 
 // Zeros in the rows of V that no token of the block sees. Their probabilities are zero, but what a
@@ -140,7 +141,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int head = (int)blockIdx.x / kTokenBlocks * ATTN_BLOCK_HEADS + warp / 4;
   const int kv_head = head / ATTN_HEADS_PER_KV;
   if (thread == 0)
-    for (int stage = 0; stage < kStages; ++stage) mbar_init(&sm.bars[stage], 1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      mbar_init(&sm.bars[stage], 1);
+      mbar_init(&sm.empty[stage], kThreads / 32);
+    }
   __syncthreads();
   pdl_wait();
   pdl_trigger();
@@ -161,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   auto load = [&](int i) {
     const int key = (first_page + i) * kPage, stage = i % kStages;
+    if (i >= kStages) mbar_wait(&sm.empty[stage], i / kStages - 1 & 1, error);
     const int page = ATTN_RING_ROWS ? kv_layout::page_of(key, nullptr, load_act_int(entries),
                                                          ATTN_RING_ROWS ? ATTN_RING_ROWS : kPage)
                                     : kv_layout::page_of(key, entries, 0, kPage);
@@ -195,7 +200,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
   for (int i = 0; i < num_pages; ++i) {
     const int stage = i % kStages, key = (first_page + i) * kPage;
-    if (thread == 0 && i + kStages - 1 < num_pages) load(i + kStages - 1);
     mbar_wait(&sm.bars[stage], i / kStages & 1, error);
     if (key < first_key || key + kPage > last_key + 1) {
       clear_rows(sm.v[stage], first_key - key, last_key + 1 - key);
@@ -203,12 +207,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     float s[kKeyTiles][4];
     score(s, operands, sm.k[stage], lane);
+    // Here rather than first: by now the other warps are done with the page before.
+    if (thread == 0 && i + kStages - 1 < num_pages) load(i + kStages - 1);
     const bool is_whole =  // every token sees every key
         key + kPage - 1 <= start && (!ATTN_WINDOW || key >= last_key - ATTN_WINDOW + 1);
     if (!is_whole) hide(s, own - key - 2 * t);
     weigh(s, rows, scale * kLog2e);
     add_values(rows, s, sm.v[stage], lane);
-    __syncthreads();  // the stage is free
+    // Not a barrier: a warp may go on, so that the tensor cores work during another one's softmax.
+    __syncwarp();
+    if (lane == 0) mbar_arrive(&sm.empty[stage]);
   }
 
 #pragma unroll

@@ -41,7 +41,7 @@ _MAX_HEADS_PER_KV = 8
 _STAGE_BYTES = 2 * PAGE_TOKENS * _HEAD_DIM * 2
 _THREADS = 256
 _TILE_TOKENS = 64
-_TILE_STAGES = 3  # one more would spill registers
+_TILE_STAGES = 4  # registers leave room for one block on a multiprocessor
 _WARPS = 8
 
 

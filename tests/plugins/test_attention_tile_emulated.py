@@ -54,7 +54,8 @@ def expected(
         (FULL, 0, 100, True),
         (FULL, 61, 67, False),  # over a page's end, a token block of three tokens
         (FULL, 128, 64, True),  # whole pages
-        (FULL, 500, 12, False),  # more pages than twice the stages
+        (FULL, 600, 20, False),  # more pages than twice the stages
+        (FULL, 600, 20, True),
         (SLIDING, 0, 100, False),
         (SLIDING, 150, 100, True),  # through the ring's end
         (SLIDING, 1000, 37, False),

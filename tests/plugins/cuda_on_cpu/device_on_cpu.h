@@ -205,6 +205,9 @@ static inline void mbar_expect(u64* bar, u32 num_bytes) {
   std::get<2>(state) += num_bytes;
   emu_complete(emu::current->block, bar);
 }
+static inline void mbar_arrive(u64* bar) {
+  mbar_expect(bar, 0);
+}
 static inline void mbar_wait(u64* bar, u32 parity, int*) {
   auto& known = emu::current->block->mbarriers;
   if (!known.count(bar)) emu::fail("wait on a barrier that is not initialized");
