@@ -37,17 +37,23 @@ def engine(
     profile: Annotated[
         bool, typer.Option("--profile", help="Also price each launch; prices add up to the step.")
     ] = False,
+    profile_runs: Annotated[
+        int | None, typer.Option(min=1, help="Replays of each cut of --profile; default: --runs.")
+    ] = None,
     as_json: _Json = None,
 ) -> None:
     """Median GPU time of every step at every context, beside the bytes it must move."""
     wanted = _numbers(contexts)
+    if profile_runs is not None and not profile:
+        raise ConfigError("--profile-runs is for --profile; add it or leave it out")
+    cut_runs = (profile_runs or runs) if profile else 0
     if as_json is not None:
         console.require_writable(as_json)
     with _open(folder) as (executor, config):
         columns = ("context", "median us", "min us", "MB", "floor us")
         console.say(f"{'step':<10}" + "".join(f"{name:>11}" for name in columns))
         rows = [
-            _measure(executor, config, step, context, runs, profile=profile)
+            _measure(executor, config, step, context, runs, cut_runs)
             for step, context in _fitting(config, _chosen(config, steps), wanted)
         ]
         _write(as_json, executor, rows)
@@ -59,10 +65,12 @@ def _measure(
     step: "StepSpec",
     context: int,
     runs: int,
-    *,
-    profile: bool,
+    cut_runs: int,
 ) -> dict[str, Any]:
-    """Time one step behind `context` tokens of one session, and print a line."""
+    """Time one step behind `context` tokens of one session, and print a line.
+
+    With `cut_runs`, also price its launches by that many replays of every cut.
+    """
     from inkrt.commands import bench_step
     from inkrt.runtime.executor.cuda_timing import Timer
 
@@ -82,9 +90,9 @@ def _measure(
     }
     figures = (row["median_us"], row["min_us"], num_bytes / 1e6, row["floor_us"])
     console.say(f"{step.name:<10}{context:>11}" + "".join(f"{figure:>11.1f}" for figure in figures))
-    if profile:
+    if cut_runs:
         prices = bench_step.price_launches(
-            timer, plan, step_input, runs, row["median_us"], of_launches
+            timer, plan, step_input, cut_runs, row["median_us"], of_launches
         )
         row["launches"] = bench_step.price_rows(prices)
         for kind in row["launches"]:

@@ -16,6 +16,7 @@ from inkrt.commands import bench, bench_ops
 from inkrt.commands.bench_ops import Bench
 from inkrt.errors import ConfigError, DeviceError
 from inkrt.runtime.engine_file import EngineConfig, StepSpec
+from inkrt.runtime.executor import StepInput, cuda_timing
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ from inkrt.runtime.engine_file import EngineConfig, StepSpec
         (["ops", "E"], "E is not an engine"),
         (["engine", "E", "--contexts", "0,-1"], "--contexts takes numbers from 0 with commas"),
         (["engine", "E"], "E is not an engine"),
+        (["engine", "E", "--profile-runs", "3"], "is for --profile; add it or leave it out"),
         (["engine", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
         (["engine", "E", "--json", "."], "cannot write .; name a file in a folder"),
         (["ops", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
@@ -59,6 +61,43 @@ def test_contexts_that_do_not_fit_are_told(capsys: pytest.CaptureFixture[str]) -
     assert fitting == [(STEP, 510), (STEP, 0)]
     told = capsys.readouterr().err
     assert told == "verify2 at 511 left out: the engine has 512 positions\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of_cuts"),
+    [([], None), (["--profile"], 7), (["--profile", "--profile-runs", "3"], 3)],
+)
+def test_replays_of_steps_and_of_their_cuts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], of_cuts: int | None
+) -> None:
+    replays: list[tuple[int | None, int]] = []
+
+    class Timer(FakeTimer):
+        def __init__(self, _: object) -> None:
+            super().__init__()
+
+        def step(
+            self, step: str, step_input: StepInput, num_runs: int, *, until: int | None = None
+        ) -> list[float]:
+            replays.append((until, num_runs))
+            return super().step(step, step_input, num_runs, until=until)
+
+    @contextlib.contextmanager
+    def opened(_: Path) -> Iterator[tuple[FakeExecutor, EngineConfig]]:
+        yield FakeExecutor(), CONFIG
+
+    monkeypatch.setattr(bench, "_open", opened)
+    monkeypatch.setattr(cuda_timing, "Timer", Timer)
+    out = ["--json", str(tmp_path / "rows.json")]
+    command = ["engine", "E", "--contexts", "100", "--runs", "7", *arguments, *out]
+    result = CliRunner().invoke(bench.make_app(), command)
+    assert result.exit_code == 0, result.output
+    cuts = range(1, len(PLAN.launches)) if of_cuts else ()
+    assert replays[1:] == [(None, 7), *((until, of_cuts) for until in cuts)]
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert ("launches" in row) == bool(of_cuts)
+    if of_cuts:
+        assert sum(kind["us"] for kind in row["launches"]) == pytest.approx(row["median_us"])
 
 
 def test_unknown_steps_are_refused() -> None:
