@@ -53,7 +53,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, b = blockIdx.x;
   wait_and_trigger();
-  copy_rows<HIDDEN>(sm.z[0], z, T);
   route(logits, T, sm.route);  // with block barriers
   const Route& choice = sm.route;
 
@@ -64,28 +63,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int first_tile = b + BLOCKS * warp, first_job = WARPS - 1 - warp;
   const int my_tiles = (max(num_tiles - first_tile, 0) + BLOCKS * WARPS - 1) / (BLOCKS * WARPS);
   Ring ring = {sm.ring[warp], lane};
+  // What is requested next: stages of one tile or job lie one after the other.
+  const u8* next = nullptr;
+  int left = 0, next_tile = first_tile, next_job = first_job;
   auto request = [&]() {
-    int stage = ring.requested;
-    const u8* from = nullptr;
-    if (stage < my_tiles * TILE_STAGES) {
-      const int i = first_tile + stage / TILE_STAGES * BLOCKS * WARPS;
-      from =
-          gate_up +
-          ((size_t)choice.expert[i / EXPERT_TILES] * EXPERT_TILES + i % EXPERT_TILES) * TILE_BYTES +
-          stage % TILE_STAGES * STAGE_BYTES;
-    } else if (b < ROW_TILES) {
-      stage -= my_tiles * TILE_STAGES;
-      const int job = first_job + stage / JOB_STAGES * WARPS;
-      if (job < SHARED_JOBS)
-        from = shared_down + ((size_t)b * SHARED_JOBS + job) * JOB_BYTES;
-      else if (job < num_jobs)
-        from = down + ((size_t)choice.expert[job - SHARED_JOBS] * ROW_TILES + b) * JOB_BYTES;
-      if (from) from += stage % JOB_STAGES * STAGE_BYTES;
+    if (left == 0) {
+      if (next_tile < num_tiles) {
+        const int expert = choice.expert[next_tile / EXPERT_TILES];
+        next = gate_up + ((size_t)expert * EXPERT_TILES + next_tile % EXPERT_TILES) * TILE_BYTES;
+        left = TILE_STAGES;
+        next_tile += BLOCKS * WARPS;
+      } else if (b < ROW_TILES && next_job < num_jobs) {
+        const int routed = next_job - SHARED_JOBS;
+        next = routed < 0 ? shared_down + ((size_t)b * SHARED_JOBS + next_job) * JOB_BYTES
+                          : down + ((size_t)choice.expert[routed] * ROW_TILES + b) * JOB_BYTES;
+        left = JOB_STAGES;
+        next_job += WARPS;
+      }
     }
-    ring.request(from);
+    ring.request(left ? next : nullptr);
+    next += STAGE_BYTES;
+    left = max(left - 1, 0);
   };
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) request();
+  copy_rows<HIDDEN>(sm.z[0], z, T);  // while the weights are on their way
 
   // For later.
   float unit = 0, shared_unit = 0;
@@ -93,6 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (tid < T * TOP_K) unit = tensor_unit(down_scale + choice.chosen[slot / TOP_K][slot % TOP_K]);
   if (tid < 128) shared_unit = tensor_unit(shared_scale);
   if (tid < T * TOP_K) sm.unit[slot / TOP_K][slot % TOP_K] = unit;
+
+  __syncthreads();
 
   // ---- gate, up and activation ----
 #pragma unroll 1
