@@ -63,19 +63,21 @@ INK_DEVICE void choose_experts(Shared& sm, const Layer& layer, const Slot& words
     if (lane == k) mine = best;
   }
   if (d < EXPERT_SLOTS) {
-    if (lane == 0) {
-      mbar_expect(&sm.bar_gate_up[d], TILE_BYTES);
+    if (lane < 2) {  // halves of K, each for the warps that multiply it as soon as it is here
+      constexpr int BYTES = TILE_BYTES / 2;
+      const int expert = expert_of(best);
+      mbar_expect(&sm.bar_gate_up[d][lane], BYTES);
       bulk_load_once(
-          sm.gate_up + d * TILE_BYTES,
-          layer.at[GATE_UP] + ((size_t)expert_of(best) * EXPERT_TILES + tile) * TILE_BYTES,
-          TILE_BYTES, &sm.bar_gate_up[d]);
+          sm.gate_up + d * TILE_BYTES + lane * BYTES,
+          layer.at[GATE_UP] + ((size_t)expert * EXPERT_TILES + tile) * TILE_BYTES + lane * BYTES,
+          BYTES, &sm.bar_gate_up[d][lane]);
     }
     chosen_arrive();
   } else if (warp == DOWN_WARP) {
     chosen_arrive();
     if (lane == 0) mbar_expect(&sm.bar_down, TOP_K * JOB_BYTES);
     // Until the gate/up tiles are here the bandwidth is theirs.
-    wait(&sm.bar_gate_up[0], parity, patience);
+    wait(&sm.bar_gate_up[0][0], parity, patience);
     __syncwarp();
     if (lane < TOP_K)
       bulk_load_once(sm.down + lane * JOB_BYTES,

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sm.ring_slot = load_act_int(slot);
   }
   if (tid < 6) mbar_init((&sm.bar_qkv) + tid, 1);
-  if (tid < 3) mbar_init(sm.bar_gate_up + tid, 1);
+  if (tid < 6) mbar_init(sm.bar_gate_up[0] + tid, 1);
   if (tid < 2 * ATTN_STAGES) mbar_init(sm.bar_pages + tid, 1);
   if (warp == 13) load_layer(0);
   if (tid < HEAD / 2)
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         load_tokens_shared<VECTORS>(act, page, 0, lane);
 #pragma unroll 1
         for (int d = 0; d < EXPERT_SLOTS; d++) {
-          wait(&sm.bar_gate_up[d], parity, patience);
+          wait(&sm.bar_gate_up[d][warp / (WARPS / 2)], parity, patience);
           if (warp == 0 && d != 1) mark(index, d ? 11 : 10);
           if (d == 0) request_at(BEHIND_EXPERTS, index + 1);
           Tile t = zero_tile();

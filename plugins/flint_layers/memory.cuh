@@ -106,7 +106,7 @@ struct Shared {
   u32 first_slot;             // of the exchange, for layer 0
   attention::Share share[2];  // without and with a window
   float routing_weight[8], gate_up_unit[8], down_unit[8];
-  u64 bar_qkv, bar_o, bar_shared_gate_up, bar_router, bar_shared_down, bar_down, bar_gate_up[3];
+  u64 bar_qkv, bar_o, bar_shared_gate_up, bar_router, bar_shared_down, bar_down, bar_gate_up[3][2];
   u64 bar_pages[2 * ATTN_STAGES];
 };
 constexpr int RING_BYTES = EXPERT_SLOTS * TILE_BYTES + TOP_K * JOB_BYTES + QKV_TILES * TILE_BYTES;
