@@ -21,15 +21,22 @@
 namespace attention {
 
 // q rows of the kv head as the B operand: [half][row][64 dims], 128-byte swizzle. Rows that are no head or
-// no valid token are zero. All threads.
+// no valid token are zero. All loads first, then all stores: in turn each would wait for the one before.
+// All threads.
 INK_DEVICE void load_q(const Args& args, u8* to, int kv_head, int valid_tokens, int thread) {
+  constexpr int kPieces = kRows * 16, kShare = (kPieces + kThreads - 1) / kThreads;
+  uint4 v[kShare];
 #pragma unroll
-  for (int c = thread; c < kRows * 16; c += kThreads) {
-    const int row = c / 16, chunk = c % 16, t = row / 8, h = row % 8;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (h < kHeadsPerKv && t < valid_tokens)
-      v = load_act16(args.q + ((size_t)(blockIdx.z * kGroup + t) * kHeads + kv_head * kHeadsPerKv + h) * kDim + chunk * 8);
-    *(uint4*)(to + chunk / 8 * (kRows * 128) + row * 128 + ((chunk % 8 ^ h) * 16)) = v;
+  for (int i = 0; i < kShare; ++i) {
+    const int c = thread + i * kThreads, row = c / 16, chunk = c % 16, t = row / 8, h = row % 8;
+    v[i] = make_uint4(0, 0, 0, 0);
+    if (c < kPieces && h < kHeadsPerKv && t < valid_tokens)
+      v[i] = load_act16(args.q + ((size_t)(blockIdx.z * kGroup + t) * kHeads + kv_head * kHeadsPerKv + h) * kDim + chunk * 8);
+  }
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const int c = thread + i * kThreads, row = c / 16, chunk = c % 16;
+    if (c < kPieces) *(uint4*)(to + chunk / 8 * (kRows * 128) + row * 128 + ((chunk % 8 ^ row % 8) * 16)) = v[i];
   }
 }
 

@@ -2,14 +2,19 @@
 // for T = 2..8 tokens in one launch. Every weight is read once for all tokens that chose its
 // expert.
 //
-// First each warp of each block takes whole tiles of 8 gate and 8 up rows of the distinct experts;
-// then blocks own a row tile of 16 rows of the output each, of which a warp's job is one expert's
-// (or WIDTH of the shared expert's) K. Every block needs all activations, so in between all wait
-// for all: BLOCKS must fit the GPU at once. Each warp's weights come through a ring of its own, in
-// the order of its work, so those of the second part arrive while it waits.
+// First each warp of each block takes whole tiles of 8 gate and 8 up rows of the distinct experts,
+// as long as there is one for every warp; of the rest GROUP warps share each, so that none works
+// twice as long as the others. Then blocks own a row tile of 16 rows of the output each, of which a
+// warp's job is one expert's (or WIDTH of the shared expert's) K. Every block needs all
+// activations, so in between all wait for all: BLOCKS must fit the GPU at once. Each warp's weights
+// come through a ring of its own, in the order of its work, so those of the second part arrive
+// while it waits. What is small is loaded before them: behind them it would come last.
 //
-// Bits are those of one token: gate_up.cu splits K over its warps, and a warp here sums the
-// same parts in the same order; down.cu likewise.
+// Bits are those of one token: gate_up.cu splits K over its warps, and here the same parts are
+// summed in the same order; down.cu likewise.
+//
+// There is one loop for gate/up and one for down, as instructions matter: every launch fetches
+// them, and the kernels of a layer do not fit the instruction cache together.
 #include "ring.cuh"
 #include "route.cuh"
 
@@ -26,24 +31,56 @@ static_assert(JOB_VECTORS % CHUNK_VECTORS == 0, "a job is whole chunks");
 static_assert(SHARED_WIDTH % WIDTH == 0, "the shared expert is a multiple of a routed one");
 static_assert(ROW_TILES <= BLOCKS, "a block for each row tile");
 
+// Warps that share a tile, a step of it each, and how many tiles are shared at once. A block shares
+// as many as take less time that way than one more for a warp.
+constexpr int GROUP = 8, GROUPS = WARPS / GROUP;
+constexpr int MOST_SHARED = 5 * GROUPS, SLICES = VECTORS / NV;
+constexpr bool SHARES = VECTORS == GROUP * STEP;  // a step for each
+
 struct Shared {
   alignas(128) u8 ring[WARPS][STAGES * STAGE_BYTES];
   union {  // rows padded, so that they start in different banks
-    alignas(16) bf16 z[MAX_TOKENS][HIDDEN + 8];
+    struct {
+      alignas(16) bf16 z[MAX_TOKENS][HIDDEN + 8];
+      bf16 shared_hidden[MAX_TOKENS][SHARED_WIDTH + 8];
+    };
     alignas(16) bf16 hidden[SLOTS][WIDTH + 8];
   };
-  alignas(16) float partial[SHARED_JOBS + SLOTS][128];
+  union {
+    struct {
+      alignas(16) float partial[SHARED_JOBS + SLOTS][128];
+      float down_scale[EXPERTS];  // NVFP4
+    };
+    alignas(16) float sums[2][GROUPS][SHARES ? SLICES * 128 : 1];  // [slice][row 16][token 8]
+  };
   Route route;
-  float unit[MAX_TOKENS][8];
+  float gate_up_scale[EXPERTS];  // NVFP4
+  u64 first[WARPS][FIRST_BARS];  // of the rings
 };
 
-// Rows of `width` values to padded rows in shared memory; all threads.
-template <int WIDTH_OF_ROW>
-INK_DEVICE void copy_rows(bf16* to, const bf16* from, int rows) {
-  constexpr int PIECES = WIDTH_OF_ROW / 8;
-  for (int i = threadIdx.x; i < rows * PIECES; i += THREADS)
-    *(uint4*)(to + i / PIECES * (WIDTH_OF_ROW + 8) + i % PIECES * 8) = load_act16(from + i * 8);
-}
+// Rows of WIDTH_OF_ROW values, at most ROWS, on their way to padded rows in shared memory: all
+// loads first, then all stores. All threads.
+template <int WIDTH_OF_ROW, int ROWS>
+struct Rows {
+  static constexpr int PIECES = WIDTH_OF_ROW / 8, COUNT = (ROWS * PIECES + THREADS - 1) / THREADS;
+  uint4 piece[COUNT];
+
+  INK_DEVICE void load(const bf16* from, int rows) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+      const int i = threadIdx.x + n * THREADS;
+      if (i < rows * PIECES) piece[n] = load_act16(from + i * 8);
+    }
+  }
+  INK_DEVICE void store(bf16* to, int rows) const {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+      const int i = threadIdx.x + n * THREADS;
+      if (i < rows * PIECES)
+        *(uint4*)(to + i / PIECES * (WIDTH_OF_ROW + 8) + i % PIECES * 8) = piece[n];
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     experts(const bf16* z, const bf16* logits, const bf16* shared_hidden, const u8* gate_up,
@@ -52,132 +89,197 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             u64* arrivals, int* error, int T) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, b = blockIdx.x;
+  auto unit_of = [](float scale) { return WEIGHTS ? 1.f : scale * UNIT; };
+  if (WEIGHTS == 0 && tid < EXPERTS) copy_async4(sm.gate_up_scale + tid, gate_up_scale + tid);
+  copy_async_commit();
+  if (lane < FIRST_BARS) mbar_init(&sm.first[warp][lane], 2);
+  __syncwarp();
   wait_and_trigger();
+  const float shared_unit = tid < 128 ? tensor_unit(shared_scale) : 0.f;
+  Rows<HIDDEN, MAX_TOKENS> z_rows;
+  Rows<SHARED_WIDTH, MAX_TOKENS> shared_rows;
+  z_rows.load(z, T);  // before the weights: small loads queue behind large ones
+  shared_rows.load(shared_hidden, T);
   route(logits, T, sm.route);  // with block barriers
   const Route& choice = sm.route;
 
-  // This warp's tiles are b + BLOCKS (warp + WARPS n). Its jobs are counted from the last warp, as
-  // the first ones have more tiles.
+  // The block's tiles are b + BLOCKS t, of which this warp has t = warp, warp + WARPS, ... below
+  // `own`, and a part of own + group, own + group + GROUPS, ... Its jobs are counted from the last
+  // warp, as the first ones have more tiles.
   const int num_tiles = choice.num_experts * EXPERT_TILES,
-            num_jobs = SHARED_JOBS + choice.num_experts;
-  const int first_tile = b + BLOCKS * warp, first_job = WARPS - 1 - warp;
-  const int my_tiles = (max(num_tiles - first_tile, 0) + BLOCKS * WARPS - 1) / (BLOCKS * WARPS);
-  Ring ring = {sm.ring[warp], lane};
+            num_jobs = b < ROW_TILES ? SHARED_JOBS + choice.num_experts : 0;
+  const int end = (max(num_tiles - b, 0) + BLOCKS - 1) / BLOCKS, rest = end % WARPS;
+  const int own = SHARES && rest <= MOST_SHARED ? end - rest : end;
+  const int group = warp / GROUP, part = warp % GROUP, first_job = WARPS - 1 - warp;
+  auto tile_at = [&](int t) {
+    const int i = b + BLOCKS * t, expert = choice.expert[i / EXPERT_TILES];
+    return gate_up + ((size_t)expert * EXPERT_TILES + i % EXPERT_TILES) * TILE_BYTES;
+  };
+  Ring ring = {sm.ring[warp], sm.first[warp], lane};
   // What is requested next: stages of one tile or job lie one after the other.
   const u8* next = nullptr;
-  int left = 0, next_tile = first_tile, next_job = first_job;
-  auto request = [&]() {
+  int left = 0, next_own = warp, next_shared = own + group, next_job = first_job;
+  auto source = [&]() -> const u8* {
     if (left == 0) {
-      if (next_tile < num_tiles) {
-        const int expert = choice.expert[next_tile / EXPERT_TILES];
-        next = gate_up + ((size_t)expert * EXPERT_TILES + next_tile % EXPERT_TILES) * TILE_BYTES;
+      if (next_own < own) {
+        next = tile_at(next_own);
         left = TILE_STAGES;
-        next_tile += BLOCKS * WARPS;
-      } else if (b < ROW_TILES && next_job < num_jobs) {
+        next_own += WARPS;
+      } else if (next_shared < end) {
+        next = tile_at(next_shared) + part * (STEP / STAGE_VECTORS) * STAGE_BYTES;
+        left = STEP / STAGE_VECTORS;
+        next_shared += GROUPS;
+      } else if (next_job < num_jobs) {
         const int routed = next_job - SHARED_JOBS;
         next = routed < 0 ? shared_down + ((size_t)b * SHARED_JOBS + next_job) * JOB_BYTES
                           : down + ((size_t)choice.expert[routed] * ROW_TILES + b) * JOB_BYTES;
         left = JOB_STAGES;
         next_job += WARPS;
+      } else {
+        return nullptr;
       }
     }
-    ring.request(left ? next : nullptr);
+    left--;
     next += STAGE_BYTES;
-    left = max(left - 1, 0);
+    return next - STAGE_BYTES;
   };
+  auto request = [&]() { ring.request(source()); };
 #pragma unroll 1
-  for (int i = 0; i < STAGES; i++) request();
-  copy_rows<HIDDEN>(sm.z[0], z, T);  // while the weights are on their way
+  for (int i = 0; i < STAGES; i++) ring.request_first(source());
+  z_rows.store(sm.z[0], T);
+  shared_rows.store(sm.shared_hidden[0], T);
 
-  // For later.
-  float unit = 0, shared_unit = 0;
-  const int slot = tid < T * TOP_K ? tid : 0;
-  if (tid < T * TOP_K) unit = tensor_unit(down_scale + choice.chosen[slot / TOP_K][slot % TOP_K]);
-  if (tid < 128) shared_unit = tensor_unit(shared_scale);
-  if (tid < T * TOP_K) sm.unit[slot / TOP_K][slot % TOP_K] = unit;
-
+  copy_async_wait_but<STAGES>();  // the scales
   __syncthreads();
 
   // ---- gate, up and activation ----
+  auto activate = [&](int t, int row, int token, float gate, float up) {
+    const int i = b + BLOCKS * t, u = i / EXPERT_TILES, k = choice.rank[u][token];
+    if (k == NO_RANK) return;
+    const float scale = unit_of(sm.gate_up_scale[choice.expert[u]]);
+    hidden[((size_t)token * TOP_K + k) * WIDTH + i % EXPERT_TILES * 8 + row] =
+        to_bf16(silu_approx(gate * scale) * (up * scale));
+  };
+  // A step is of an own tile, whose slices the warp adds up as `strided_sum` over warps would, or
+  // of a shared one: those go to shared memory, and behind the group's barrier two warps, others in
+  // every round, add them up while the next step goes to the other half of `sums`.
+  float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+  int t = warp < own ? warp : own + group, first = 0, round = 0;
 #pragma unroll 1
-  for (int n = 0; n < my_tiles; n++) {
-    const int i = first_tile + n * BLOCKS * WARPS, u = i / EXPERT_TILES;
-    const float scale = tensor_unit(gate_up_scale + choice.expert[u]);
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};  // as `strided_sum` over warps
-#pragma unroll 1
-    for (int first = 0; first < VECTORS; first += STEP) {
-      Tile tile = zero_tile();
+  while (t < own || (SHARES && t - group < end)) {
+    const bool is_own = t < own;
+    if (!is_own) first = part * STEP;
+    float* const sums = sm.sums[round & 1][group] + first / NV * (SHARES ? 128 : 0);
+    if (t < end) {
+      Tile slice[2] = {zero_tile(), zero_tile()};
       const u8* stage = nullptr;
 #pragma unroll
       for (int v = 0; v < STEP; v++) {
-        if (v % STAGE_VECTORS == 0) stage = ring.wait();
+        if (v % STAGE_VECTORS == 0) stage = ring.wait(error);
         Activations<1> x;
         load_tokens_shared<1>(x, sm.z[g], first + v, lane);
+        Tile& tile = slice[v / NV % 2];
         multiply_shared<1>(tile, stage, x, v % STAGE_VECTORS, lane);
-        if (v % NV == NV - 1) {
-          float (&sum)[4] = v / NV & 1 ? odd : even;
+        if (v % STAGE_VECTORS == STAGE_VECTORS - 1) request();
+        if (v % NV != NV - 1) continue;
+        if (SHARES && !is_own) {
+          store_tile(sums + v / NV * 128, tile, lane);
+        } else {
+          float (&sum)[4] = v / NV % 2 ? odd : even;
 #pragma unroll
           for (int e = 0; e < 4; e++) sum[e] += tile.c[0][e] + tile.c[1][e];
-          tile = zero_tile();
         }
-        if (v % STAGE_VECTORS == STAGE_VECTORS - 1) request();
+        tile = zero_tile();
       }
     }
+    if (is_own) {
+      first += STEP;
+      if (first < VECTORS) continue;
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const int token = (lane & 3) * 2 + e, k = choice.rank[u][token];
-      const float gate = (even[e] + odd[e]) * scale, up = (even[2 + e] + odd[2 + e]) * scale;
-      if (k != NO_RANK)
-        hidden[((size_t)token * TOP_K + k) * WIDTH + i % EXPERT_TILES * 8 + g] =
-            to_bf16(silu_approx(gate) * up);
+      for (int e = 0; e < 2; e++)
+        activate(t, g, (lane & 3) * 2 + e, even[e] + odd[e], even[2 + e] + odd[2 + e]);
+#pragma unroll
+      for (int e = 0; e < 4; e++) even[e] = odd[e] = 0;
+      first = 0;
+      t = t + WARPS < own ? t + WARPS : own + group;
+    } else {
+      named_barrier(1 + group, GROUP * 32);
+      if (t < end && part / 2 == round % (GROUP / 2)) {
+        const int at = part % 2 * 32 + lane;
+        const float* const row = sm.sums[round & 1][group] + at;
+        activate(t, at / 8, at % 8, strided_sum<SLICES>(row, 128),
+                 strided_sum<SLICES>(row + 64, 128));
+      }
+      round++;
+      t += GROUPS;
     }
   }
   __syncthreads();
   u64 all = 0;
   if (tid == 0) all = (arrive(arrivals) / BLOCKS + 1) * BLOCKS;  // every launch adds BLOCKS
   if (b >= ROW_TILES) return;
+  if (WEIGHTS == 0 && tid < EXPERTS) copy_async4(sm.down_scale + tid, down_scale + tid);
 
   // ---- down ----
-  auto work = [&](int job, const bf16* x, bool is_shared) {  // x: this lane's token
-    Tile halves[2] = {zero_tile(), zero_tile()};
+  // x: this lane's token.
+  auto work = [&](int job, const bf16* x) {
+    constexpr int HALF = JOB_VECTORS / 2;
+    float sum[4] = {0, 0, 0, 0};
     const u8* stage = nullptr;
+#pragma unroll 1
+    for (int first = 0; first < JOB_VECTORS; first += HALF) {
+      Tile tile = zero_tile();
 #pragma unroll
-    for (int v = 0; v < JOB_VECTORS; v++) {
-      if (v % STAGE_VECTORS == 0) stage = ring.wait();
-      Activations<1> y;
-      if (is_shared)
+      for (int i = 0; i < HALF; i++) {
+        const int v = first + i, of_stage = (HALF % STAGE_VECTORS ? v : i) % STAGE_VECTORS;
+        if (of_stage == 0) stage = ring.wait(error);
+        Activations<1> y;
         load_tokens_shared<1>(y, x, v, lane);
-      else
-        load_tokens<1>(y, x, v, lane);
-      multiply_shared<1>(halves[2 * v / JOB_VECTORS], stage, y, v % STAGE_VECTORS, lane);
-      if (v % STAGE_VECTORS == STAGE_VECTORS - 1) request();
+        multiply_shared<1>(tile, stage, y, of_stage, lane);
+        if (of_stage == STAGE_VECTORS - 1) request();
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float half = tile.c[0][e] + tile.c[1][e];
+        sum[e] = first ? sum[e] + half : half;
+      }
     }
-    store_tile(sm.partial[job], halves, lane);
+    float* const p = sm.partial[job] + lane * 2;
+    *(float2*)p = make_float2(sum[0], sum[1]);
+    *(float2*)(p + 64) = make_float2(sum[2], sum[3]);
   };
-  int job = first_job;
+  // The shared expert's jobs come first and need no other block's results.
+  bool has_met = false;
 #pragma unroll 1
-  for (; job < SHARED_JOBS; job += WARPS)
-    work(job, g < T ? shared_hidden + (size_t)g * SHARED_WIDTH + job * WIDTH : nullptr, false);
-  if (tid == 0) {
-    u32 spins = 0;
-    while (load_arrivals(arrivals) < all && spins < INK_SPIN_LIMIT) spins++;
-    if (spins == INK_SPIN_LIMIT) report_error(error, ERROR_SENTINEL);
+  for (int job = first_job;; job += WARPS) {
+    if (job >= SHARED_JOBS && !has_met) {
+      if (tid == 0) {
+        u32 spins = 0;
+        while (load_arrivals(arrivals) < all && spins < INK_SPIN_LIMIT) spins++;
+        if (spins == INK_SPIN_LIMIT) report_error(error, ERROR_SENTINEL);
+      }
+      __syncthreads();
+      Rows<WIDTH, SLOTS> hidden_rows;
+      hidden_rows.load(hidden, T * TOP_K);
+      hidden_rows.store(sm.hidden[0], T * TOP_K);
+      __syncthreads();
+      has_met = true;
+    }
+    if (job >= num_jobs) break;
+    // Columns of tokens that did not choose the expert are not read.
+    const int k = job < SHARED_JOBS ? 0 : choice.rank[job - SHARED_JOBS][g];
+    work(job, job < SHARED_JOBS ? sm.shared_hidden[g] + job * WIDTH
+                                : sm.hidden[k == NO_RANK ? 0 : g * TOP_K + k]);
   }
-  __syncthreads();
-  copy_rows<WIDTH>(sm.hidden[0], hidden, T * TOP_K);
-  __syncthreads();
-#pragma unroll 1
-  for (; job < num_jobs; job += WARPS) {
-    const int k = choice.rank[job - SHARED_JOBS][g];  // columns of other tokens are not read
-    work(job, sm.hidden[k == NO_RANK ? 0 : g * TOP_K + k], true);
-  }
+  copy_async_wait();  // the scales
   __syncthreads();
   const int row = b * 16 + (tid >> 3), token = tid & 7;
   if (tid < 128 && token < T) {
     float routed = 0;
 #pragma unroll
     for (int k = 0; k < TOP_K; k++) {
-      const float y = sm.partial[SHARED_JOBS + choice.index[token][k]][tid] * sm.unit[token][k];
+      const float y = sm.partial[SHARED_JOBS + choice.index[token][k]][tid] *
+                      unit_of(sm.down_scale[choice.chosen[token][k]]);
       routed = fmaf(choice.weight[token][k], round_bf16(y), routed);  // the product is exact
     }
     float shared = 0;

@@ -12,13 +12,13 @@ constexpr int ROUTE_WARPS = 8;
 constexpr u8 NO_RANK = 255;
 
 struct Route {
-  int expert[SLOTS];                      // distinct experts in rising order
-  alignas(8) u8 rank[SLOTS][MAX_TOKENS];  // rank of distinct expert u for a token, or NO_RANK
-  u8 index[MAX_TOKENS][8];                // distinct expert of a token's rank
-  int chosen[MAX_TOKENS][8];
-  float weight[MAX_TOKENS][8];
+  float weight[MAX_TOKENS][TOP_K];
   u32 bits[8];
   int num_experts;
+  alignas(8) u8 rank[SLOTS][MAX_TOKENS];  // rank of distinct expert u for a token, or NO_RANK
+  u16 expert[SLOTS];                      // distinct experts in rising order
+  u16 chosen[MAX_TOKENS][TOP_K];
+  u8 index[MAX_TOKENS][TOP_K];  // distinct expert of a token's rank
 };
 // Of one token. Each warp has its own list, so that no block barrier is needed.
 struct SoloRoute {
@@ -76,7 +76,7 @@ INK_DEVICE float routing_weight(u32 key, int lane) {
 INK_DEVICE void top_experts(const bf16* logits, int lane, int& expert, float& weight) {
   Keys keys = keys_of(load_logits(logits, lane), lane);
   u32 mine = 0;
-#pragma unroll
+#pragma unroll 1  // few instructions, which a launch must fetch before it can run them
   for (int k = 0; k < TOP_K; k++) {
     const u32 best = take_largest(keys);
     if (lane == k) mine = best;
@@ -119,17 +119,22 @@ INK_DEVICE void route(const bf16* logits, int T, Route& r) {
     atomicOr(&r.bits[e >> 5], 1u << (e & 31));
   }
   __syncthreads();
-  if (tid < T * TOP_K) {
-    const int token = tid / TOP_K, k = tid % TOP_K, e = r.chosen[token][k];
+  auto place_of = [&](int e) {  // of a distinct expert
     int u = 0;
 #pragma unroll
     for (int q = 0; q < 8; q++)
-      u += q < e >> 5    ? __popc(r.bits[q])
-           : q == e >> 5 ? __popc(r.bits[q] & ((1u << (e & 31)) - 1))
-                         : 0;
+      u += __popc(r.bits[q] & (q < e >> 5    ? INK_FULL_WARP
+                               : q == e >> 5 ? (1u << (e & 31)) - 1
+                                             : 0));
+    return u;
+  };
+  const bool is_expert = tid < EXPERTS && r.bits[tid >> 5] >> (tid & 31) & 1;
+  const int token = tid / TOP_K, k = tid % TOP_K;
+  if (is_expert) r.expert[place_of(tid)] = tid;
+  if (tid < T * TOP_K) {
+    const int u = place_of(r.chosen[token][k]);
     r.rank[u][token] = k;
     r.index[token][k] = u;
-    atomicExch(&r.expert[u], e);  // every token that chose it writes the same
   }
   if (tid == 0) {
     int n = 0;

@@ -177,7 +177,7 @@ def route_bytes(dims: Dims) -> int:
     """`Route` of route.cuh."""
     slots = MAX_TOKENS * dims.top_k
     return struct_bytes(
-        (slots * 4, 4), (slots * 8, 8), (64, 1), (256, 4), (256, 4), (32, 4), (4, 4)
+        (slots * 4, 4), (32, 4), (4, 4), (slots * 8, 8), (slots * 2, 2), (slots * 2, 2), (slots, 1)
     )
 
 
@@ -201,14 +201,21 @@ def down_bytes(dims: Dims) -> int:
 
 def experts_bytes(dims: Dims, stages: int) -> int:
     """`Shared` of experts.cu."""
-    slots = MAX_TOKENS * dims.top_k
+    slots, scales = MAX_TOKENS * dims.top_k, dims.experts * 4
     stage = dims.chunk_bytes // 4 if dims.bf16 else dims.chunk_bytes
+    jobs = (dims.shared_width // dims.width + slots) * 512
+    share = vectors_per_warp(dims.hidden, MOE_WARPS)
+    sums = 0  # of slices of the tiles that warps share
+    if dims.hidden // 64 == 8 * max(2 * share, 4):
+        sums = 2 * MOE_WARPS // 8 * live_warps(dims.hidden, MOE_WARPS) * 512
+    inputs = MAX_TOKENS * (dims.hidden + 8 + dims.shared_width + 8) * 2
     return struct_bytes(
         (MOE_WARPS * stages * stage, 128),
-        (max(MAX_TOKENS * (dims.hidden + 8), slots * (dims.width + 8)) * 2, 16),
-        ((dims.shared_width // dims.width + slots) * 512, 16),
+        (max(inputs, slots * (dims.width + 8) * 2), 16),
+        (max(jobs + scales, sums), 16),
         (route_bytes(dims), 8),
-        (256, 4),
+        (scales, 4),
+        (MOE_WARPS * stages // 2 * 8, 8),
     )
 
 

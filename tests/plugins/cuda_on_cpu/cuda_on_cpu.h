@@ -98,6 +98,7 @@ struct Block {
   std::vector<Warp> warps;
   u8* smem = nullptr;
   Meeting barrier;
+  std::map<int, Meeting> named;
   u64 alive = 0;
   std::map<const void*, std::tuple<int, int, long, u32>>
       mbarriers;  // arrivals, pending, bytes, phase
@@ -259,6 +260,10 @@ void call(void (*kernel)(A...), void** args) {
 static inline void __syncthreads() {
   emu::Block* b = emu::current->block;
   emu::meet(b->barrier, [b] { return b->alive; });
+}
+static inline void named_barrier(int id, int threads) {
+  if (id < 1 || id > 15 || threads % 32) emu::fail("no such barrier");
+  emu::meet(emu::current->block->named[id], [threads] { return (u64)threads; });
 }
 static inline void __syncwarp() {
   const u32 none = 0;
