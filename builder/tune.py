@@ -103,7 +103,7 @@ class Tuner:
         return msgspec.structs.replace(
             plan,
             tensors=tuple(memory.specs),
-            launches=tuple(lowered),
+            launches=tuple(lowering.link(lowered)),
             scratch_bytes=memory.num_bytes,
             fills=tuple(memory.fills),
         )

@@ -24,18 +24,19 @@ struct Shared {
 extern "C" __global__ void __maxnreg__(REGISTERS)
     down(const bf16* logits, const bf16* hidden, const bf16* shared_hidden, const u8* weights,
          const float* scales, const u8* shared_weights, const float* shared_scale, bf16* out,
-         int* error) {
+         int* error, const u8* next, int next_bytes) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   trigger_first();
   if (lane == 0) mbar_init(&sm.full[warp], 1);
+  prefetch<1>(0, next, next_bytes);
   __syncwarp();
   const u8* const shared_tiles = shared_weights + (size_t)blockIdx.x * SHARED_JOBS * JOB_BYTES;
   auto request = [&](const u8* tile) {
     __syncwarp();  // all lanes are done with the one before
     if (lane != 0) return;
     mbar_expect(&sm.full[warp], JOB_BYTES);
-    bulk_load(sm.tile[warp], tile, JOB_BYTES, &sm.full[warp]);
+    load_weights(sm.tile[warp], tile, JOB_BYTES, &sm.full[warp]);
   };
   // Warps whose first job is the shared expert's need not wait for the choice.
   if (warp < SHARED_JOBS) request(shared_tiles + warp * JOB_BYTES);
@@ -44,6 +45,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     request(weights + ((size_t)expert[job - SHARED_JOBS] * ROW_TILES + blockIdx.x) * JOB_BYTES);
   };
   if (warp >= SHARED_JOBS && warp < JOBS) request_routed(warp);
+  prefetch<2>(0, next, next_bytes);
   float unit = 0, shared_unit = 0;
   if (tid < TOP_K) unit = tensor_unit(scales + expert[tid]);
   if (tid < 16) shared_unit = tensor_unit(shared_scale);
@@ -72,7 +74,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     else if (job + WARPS < JOBS)
       request_routed(job + WARPS);
   }
+  prefetch<3>(0, next, next_bytes);  // this warp's weights are here, so the others' nearly are
   wait_and_trigger();
+  prefetch<4>(0, next, next_bytes);
 #pragma unroll 1
   for (; job < JOBS; job += WARPS) {
     work(job, hidden + (job - SHARED_JOBS) * WIDTH);

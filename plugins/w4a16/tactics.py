@@ -158,7 +158,7 @@ def qkv(
         smem=smem,
         params=params_of(
             "x delta norm_weight codes global_scale q_norm k_norm k_cache v_cache where position "
-            "num_tokens q residual exchange error T eps",
+            "num_tokens q residual exchange error next next_bytes T eps",
             names,
             {
                 "q": Output(0),
@@ -178,6 +178,7 @@ def qkv(
         num_tokens=num_tokens,
         other_bytes=num_tokens * (6 * dims.hidden + 2 * heads * HEAD),
         packings=packings_of(dims, names, ("codes", "scales", "heads")),
+        reads_whole=True,
     )
 
 
@@ -199,7 +200,9 @@ def linear(
         threads=512,
         smem=max(check_smem("linear", linear_bytes(dims, width, num_tokens)), LARGE_BLOCK),
         params=params_of(
-            "x codes global_scale y error T", names, {"y": Output(0), "T": Int32(num_tokens)}
+            "x codes global_scale y error next next_bytes T",
+            names,
+            {"y": Output(0), "T": Int32(num_tokens)},
         ),
     )
     return tactic_of(
@@ -210,6 +213,7 @@ def linear(
         num_tokens=num_tokens,
         other_bytes=2 * num_tokens * (rows + width),
         packings=packings_of(dims, names, ("codes", "scales", "plain")),
+        reads_whole=True,
     )
 
 

@@ -50,6 +50,17 @@ INK_DEVICE float tensor_unit(const float* scale) {
   return WEIGHTS ? 1.f : load_weight_float(scale) * UNIT;
 }
 
+// Whether bf16 weights are the first to leave the L2, so that what is read again stays.
+#ifndef ONCE
+#define ONCE 0
+#endif
+INK_DEVICE void load_weights(void* to_smem, const void* from, u32 num_bytes, u64* bar) {
+  if (ONCE)
+    bulk_load_once(to_smem, from, num_bytes, bar);
+  else
+    bulk_load(to_smem, from, num_bytes, bar);
+}
+
 // ---- one vector ----
 struct Scales {
   u32 low, high;
@@ -149,7 +160,8 @@ INK_DEVICE void load_fragment(Fragment<NV>& f, const u8* tile, int first, int la
     f.codes[i].w = load_weight16(p);
 #else
 #pragma unroll
-    for (int m = 0; m < 4; m++) f.codes[i].w[m] = load_weight16(p + m * 512);
+    for (int m = 0; m < 4; m++)
+      f.codes[i].w[m] = ONCE ? load_weight16_once(p + m * 512) : load_weight16(p + m * 512);
 #endif
   }
 #if WEIGHTS == 0
@@ -266,6 +278,27 @@ INK_DEVICE float strided_sum(const float* p, int stride) {
     if (i + 1 < N) odd += p[(i + 1) * stride];
   }
   return even + odd;
+}
+
+// ---- weights of a later launch, on their way to the L2 ahead of it ----
+// PREFETCH_AT: the point of the kernel at which its blocks request them, 0 for none; `prefetch`
+// stands at every point that it can name. Of the bytes at `next` a block takes each gridDim-th
+// share. No result depends on it.
+#ifndef PREFETCH_AT
+#define PREFETCH_AT 0
+#endif
+#ifndef PREFETCH_PERCENT
+#define PREFETCH_PERCENT 100
+#endif
+#ifndef PREFETCH_BYTES
+#define PREFETCH_BYTES 8192  // of a request
+#endif
+template <int POINT>
+INK_DEVICE void prefetch(int warp_of_block, const u8* next, int next_bytes) {
+  if (POINT != PREFETCH_AT || (int)threadIdx.x >> 5 != warp_of_block) return;
+  const u32 lane = threadIdx.x & 31, requests = (u64)next_bytes * PREFETCH_PERCENT / (100 * PREFETCH_BYTES);
+  for (u32 i = lane * gridDim.x + blockIdx.x; i < requests; i += 32 * gridDim.x)
+    bulk_prefetch(next + (size_t)i * PREFETCH_BYTES, PREFETCH_BYTES);
 }
 
 // ---- residual add and RMSNorm in front of a product ----
