@@ -25,6 +25,12 @@ constexpr int ROW_TILES = (HEADS + 2 * KV_HEADS) * HEAD_TILES;
 constexpr int TILES = (ROW_TILES + BLOCKS - 1) / BLOCKS;  // of a block, at most
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN);
+// INPUT_COPIED: x and delta come by bulk copies, which weights on their way to registers do not hold
+// up as they do loads.
+#ifndef INPUT_COPIED
+#define INPUT_COPIED 0
+#endif
+static_assert(!INPUT_COPIED || ONE_TOKEN, "room for one row");
 constexpr int LATE = TILES - STAGED - EARLY;
 static_assert(LATE >= 0, "more tiles before the wait than there are");
 static_assert(TILES * 64 <= THREADS, "a thread for each pair of rows and token");
@@ -40,6 +46,10 @@ constexpr u64 NOT_STORED = ~0ull;
 struct Shared {
 #if STAGED
   alignas(128) u8 weights[STAGED * TILE_BYTES];
+#endif
+#if INPUT_COPIED
+  alignas(16) bf16 input[2][HIDDEN];
+  u64 input_bar;
 #endif
   InputNorm::Memory norm;
   alignas(16) float partial[TILES * LIVE_WARPS * TILE_SUMS];
@@ -150,10 +160,26 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     sm.finish[place] = f;
   }
 
+#if INPUT_COPIED
+  if (tid == 0) mbar_init(&sm.input_bar, 1);
+  __syncthreads();
+#endif
   wait_and_trigger();
-  prefetch<2>(WARPS - 1, next, next_bytes);
+#if INPUT_COPIED
+  if (tid == 0) {
+    constexpr int ROW_BYTES = HIDDEN * 2;
+    mbar_expect(&sm.input_bar, (1 + HAS_DELTA) * ROW_BYTES);
+    bulk_load(sm.input[0], x, ROW_BYTES, &sm.input_bar);
+    if (HAS_DELTA) bulk_load(sm.input[1], delta, ROW_BYTES, &sm.input_bar);
+  }
+  mbar_wait(&sm.input_bar, 0, error);
+  InputNorm::run<true>(sm.norm, sm.input[0], sm.input[1], eps, residual, nullptr, T,
+                       blockIdx.x < T ? (int)blockIdx.x : -1);
+#else
   InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T,
                  blockIdx.x < T ? (int)blockIdx.x : -1);
+#endif
+  prefetch<2>(WARPS - 1, next, next_bytes);
   // Only this block writes the words of its tiles, so they tell the last launch's number.
   u32 number = 0;
   if (busy && !is_value) number = (u32)(load_relaxed(words + tile) >> 32) + 1;

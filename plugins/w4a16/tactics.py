@@ -12,7 +12,8 @@ Steps of more than 8 tokens take the kernels of `tile_tactics`, from the same na
 The classes: blocks of qkv, linear and (one token) gate_up take more than half of an SM's shared
 memory and few registers, those of the router more than half of the registers. So two blocks of one
 kernel never share an SM while another SM idles, and a block of the next kernel still fits beside
-each.
+each. With bf16 weights, one token, blocks of qkv and gate_up take more than half of the registers,
+and one of down, or of the router beside linear, has just room beside them (docs/kernels.md).
 """
 
 from inkrt.plugins.tactic import Float32, Int32, Output, Pointer, Scratch, Tactic
