@@ -25,11 +25,8 @@ constexpr int ROW_TILES = (HEADS + 2 * KV_HEADS) * HEAD_TILES;
 constexpr int TILES = (ROW_TILES + BLOCKS - 1) / BLOCKS;  // of a block, at most
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN);
-// INPUT_COPIED: x and delta come by bulk copies, which weights on their way to registers do not hold
-// up as they do loads.
-#ifndef INPUT_COPIED
-#define INPUT_COPIED 0
-#endif
+// INPUT_COPIED: norm weights, x and delta come by bulk copies. Weights on their way to registers would
+// hold up loads: ptxas gives loads before them the same scoreboard, and loads behind them queue.
 static_assert(!INPUT_COPIED || ONE_TOKEN, "room for one row");
 constexpr int LATE = TILES - STAGED - EARLY;
 static_assert(LATE >= 0, "more tiles before the wait than there are");
@@ -119,15 +116,15 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     load_weights(sm.weights, tiles, staged_bytes, &sm.bar);
   }
 #endif
-#if EARLY
-  Fragment<NV> w[EARLY];
-#pragma unroll
-  for (int d = 0; d < EARLY; d++)
-    if (warp < LIVE_WARPS && STAGED + d < count)
-      load_fragment<NV>(w[d], tiles + (STAGED + d) * TILE_BYTES, warp * NV, lane);
-#endif
-  prefetch<1>(WARPS - 1, next, next_bytes);
+  constexpr int ROW_BYTES = HIDDEN * 2;
+#if INPUT_COPIED
+  if (tid == 0) {  // what is to come in all is said behind the wait
+    mbar_init(&sm.input_bar, 1);
+    bulk_load(sm.norm.weight, norm_weight, ROW_BYTES, &sm.input_bar);
+  }
+#else
   InputNorm::load_weight(sm.norm, norm_weight);
+#endif
 
   // Each thread below 64 count finishes one rotary pair of one token: rows `pair` and `pair` + 64.
   const int piece = tid >> 6, token = tid >> 3 & 7;
@@ -159,16 +156,23 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     }
     sm.finish[place] = f;
   }
+  // Behind all loads that are waited for.
+#if EARLY
+  Fragment<NV> w[EARLY];
+#pragma unroll
+  for (int d = 0; d < EARLY; d++)
+    if (warp < LIVE_WARPS && STAGED + d < count)
+      load_fragment<NV>(w[d], tiles + (STAGED + d) * TILE_BYTES, warp * NV, lane);
+#endif
+  prefetch<1>(WARPS - 1, next, next_bytes);
 
 #if INPUT_COPIED
-  if (tid == 0) mbar_init(&sm.input_bar, 1);
-  __syncthreads();
+  __syncthreads();  // the barrier is there for all
 #endif
   wait_and_trigger();
 #if INPUT_COPIED
   if (tid == 0) {
-    constexpr int ROW_BYTES = HIDDEN * 2;
-    mbar_expect(&sm.input_bar, (1 + HAS_DELTA) * ROW_BYTES);
+    mbar_expect(&sm.input_bar, (2 + HAS_DELTA) * ROW_BYTES);
     bulk_load(sm.input[0], x, ROW_BYTES, &sm.input_bar);
     if (HAS_DELTA) bulk_load(sm.input[1], delta, ROW_BYTES, &sm.input_bar);
   }

@@ -78,21 +78,23 @@ def qkv_plan(dims: Dims, num_tokens: int, blocks: int) -> tuple[Defines, int]:
 
     NVFP4 stages all. Of one token in bf16 two tiles live in registers and the others are staged, so
     that a block of few tiles has room beside one of `down` (docs/kernels.md) and its weights arrive
-    meanwhile. Else bf16 weights are loaded after the norm.
+    meanwhile; then the input is copied. Else bf16 weights are loaded after the norm.
 
     Raises:
         BuildError: a block of NVFP4 has too many tiles.
     """
     tiles = qkv_tiles(dims, blocks)
-    if not dims.bf16:
-        size = check_smem("qkv", qkv_bytes(dims, blocks, num_tokens, tiles))
-        return [("STAGED", tiles), ("EARLY", 0), ("REGISTERS", 56)], max(size, LARGE_BLOCK)
     early = min(2, tiles)
-    size = qkv_bytes(dims, blocks, num_tokens, tiles - early)
-    if num_tokens == 1 and size <= MAX_SMEM:
-        return [("STAGED", tiles - early), ("EARLY", early), ("REGISTERS", 96)], size
-    size = check_smem("qkv", qkv_bytes(dims, blocks, num_tokens, 0))
-    return [("STAGED", 0), ("EARLY", 0), ("REGISTERS", 128)], max(size, LARGE_BLOCK)
+    size = qkv_bytes(dims, blocks, num_tokens, tiles - early, input_copied=True)
+    if dims.bf16 and num_tokens == 1 and size <= MAX_SMEM:
+        staged, registers, copied = tiles - early, 96, 1
+    else:
+        staged, early, registers, copied = (0, 0, 128, 0) if dims.bf16 else (tiles, 0, 56, 0)
+        size = max(check_smem("qkv", qkv_bytes(dims, blocks, num_tokens, staged)), LARGE_BLOCK)
+    macros = [
+        ("STAGED", staged), ("EARLY", early), ("INPUT_COPIED", copied), ("REGISTERS", registers),
+    ]  # fmt: skip
+    return macros, size
 
 
 def qkv(
