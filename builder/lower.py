@@ -106,14 +106,13 @@ class _Lowering:
         for index in outputs.values():
             self.last[self.owner[index]] = len(self.launches)
         arena_bytes = self._place()
-        launches = self.kernels.link(self.launches) if self.kernels else self.launches
         step = self.graph.step
         return Plan(
             name=step.name,
             num_tokens=step.num_tokens,
             num_rows=step.num_rows,
             tensors=tuple(self.specs),
-            launches=tuple(launches),
+            launches=tuple(self.launches),
             arena_bytes=arena_bytes,
             inputs=self.inputs,
             outputs=outputs,

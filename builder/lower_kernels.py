@@ -4,11 +4,9 @@ Weights that a tactic reads in a layout of its own are noted here; packing write
 layout, and every launch of every step that reads such a weight must want the same one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
 import torch
 
 from inkrt.builder.compile import Compiler
@@ -18,8 +16,6 @@ from inkrt.plugins.tactic import (
     InputPointer,
     Int32,
     KernelLaunch,
-    NextWeights,
-    NextWeightsBytes,
     Output,
     Packing,
     Param,
@@ -34,7 +30,6 @@ from inkrt.runtime.plan import (
     IntParam,
     Kernel,
     KernelParam,
-    Launch,
     Ref,
     Refs,
     TableParam,
@@ -86,11 +81,6 @@ class Memory(Protocol):
         ...
 
 
-# What stands for the weights of a later launch, which are not known yet, until `link`, which finds
-# these very objects.
-_NEXT_WEIGHTS, _NEXT_BYTES = TensorParam(0), IntParam(0)
-
-
 class KernelLowering:
     """Lowers the launches of one plan."""
 
@@ -99,7 +89,6 @@ class KernelLowering:
         self._compiler = compiler
         self._packed = packed
         self._packed_index: dict[str, int] = {}
-        self._read_whole: list[int | None] = []  # a tensor for each launch so far
 
     def lower(
         self,
@@ -107,7 +96,7 @@ class KernelLowering:
         args: dict[str, Argument],
         outputs: tuple[int, ...],
     ) -> tuple[Kernel, ...]:
-        """Kernels of a launch, which `link` completes; launches come in the plan's order.
+        """Kernels of a launch.
 
         Args:
             tactic: what to lower.
@@ -121,8 +110,8 @@ class KernelLowering:
             return packed[name] if name in packed else _tensors(name, args[name])
 
         def lower_param(param: Param) -> KernelParam:
-            if isinstance(param, Int32 | Float32 | NextWeights | NextWeightsBytes):
-                return _without_tensor(param)
+            if isinstance(param, Int32 | Float32):
+                return _number(param)
             if isinstance(param, Output):
                 return TensorParam(outputs[param.index])
             if isinstance(param, InputPointer):
@@ -136,30 +125,10 @@ class KernelLowering:
                 return TableParam(tuple(index for row in rows for index in row))
             return TensorParam(tensors_of(param.argument)[param.index])
 
-        whole = tactic.reads_whole
-        self._read_whole.append(None if whole is None else tensors_of(whole)[0])
         return tuple(
             self._kernel(kernel, tuple(lower_param(param) for param in kernel.params))
             for kernel in tactic.kernels
         )
-
-    def link(self, launches: Sequence[Launch]) -> list[Launch]:
-        """All launches that were lowered, with the weights that kernels request for later ones."""
-        linked: list[Launch] = []
-        tensor, num_bytes = _NEXT_WEIGHTS, _NEXT_BYTES
-        for launch, whole in zip(reversed(launches), reversed(self._read_whole), strict=True):
-            params_of = {id(_NEXT_WEIGHTS): tensor, id(_NEXT_BYTES): num_bytes}
-            kernels = tuple(
-                msgspec.structs.replace(
-                    kernel, params=tuple(params_of.get(id(param), param) for param in kernel.params)
-                )
-                for kernel in launch.kernels
-            )
-            linked.append(msgspec.structs.replace(launch, kernels=kernels))
-            if whole is not None:
-                tensor = TensorParam(whole)
-                num_bytes = IntParam(self._memory.specs[whole].shape[0])
-        return linked[::-1]
 
     def _kernel(self, kernel: KernelLaunch, params: tuple[KernelParam, ...]) -> Kernel:
         return Kernel(
@@ -202,11 +171,7 @@ class KernelLowering:
         return self._packed_index[storages[0]]
 
 
-def _without_tensor(param: Int32 | Float32 | NextWeights | NextWeightsBytes) -> KernelParam:
-    if isinstance(param, NextWeights):
-        return _NEXT_WEIGHTS
-    if isinstance(param, NextWeightsBytes):
-        return _NEXT_BYTES
+def _number(param: Int32 | Float32) -> KernelParam:
     return IntParam(param.value) if isinstance(param, Int32) else FloatParam(param.value)
 
 

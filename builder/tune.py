@@ -103,7 +103,7 @@ class Tuner:
         return msgspec.structs.replace(
             plan,
             tensors=tuple(memory.specs),
-            launches=tuple(lowering.link(lowered)),
+            launches=tuple(lowered),
             scratch_bytes=memory.num_bytes,
             fills=tuple(memory.fills),
         )

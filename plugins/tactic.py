@@ -101,20 +101,6 @@ class InputPointer:
 
 
 @dataclass(frozen=True, slots=True)
-class NextWeights:
-    """Kernel parameter: address of weights that a later launch of the plan reads whole.
-
-    They are those of the next launch whose tactic has `reads_whole`. A kernel may request them for
-    the L2 and knows nothing else of them; `NextWeightsBytes` says how many there are.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class NextWeightsBytes:
-    """Kernel parameter: bytes of `NextWeights`, a 32-bit integer; 0 if there are none."""
-
-
-@dataclass(frozen=True, slots=True)
 class Int32:
     """Kernel parameter: a 32-bit integer."""
 
@@ -128,17 +114,7 @@ class Float32:
     value: float
 
 
-Param = (
-    Pointer
-    | Output
-    | Scratch
-    | Table
-    | InputPointer
-    | NextWeights
-    | NextWeightsBytes
-    | Int32
-    | Float32
-)
+Param = Pointer | Output | Scratch | Table | InputPointer | Int32 | Float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +176,6 @@ class Tactic:
         bytes: least bytes that must cross device memory (weights once, activations once).
         flops: multiply-adds times two.
         packings: weights that are not read as the reference's layout.
-        reads_whole: argument of weights of which every run reads every byte, if it gains by finding
-            them in the L2: kernels before it may request them, see `NextWeights`.
     """
 
     name: str
@@ -209,7 +183,6 @@ class Tactic:
     bytes: int
     flops: int
     packings: tuple[Packing, ...] = field(default=())
-    reads_whole: str | None = None
 
 
 FindTactics = Callable[[str, CallArgs], list[Tactic]]

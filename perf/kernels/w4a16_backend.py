@@ -16,8 +16,6 @@ from inkrt.plugins.tactic import (
     InputPointer,
     Int32,
     KernelLaunch,
-    NextWeights,
-    NextWeightsBytes,
     Output,
     Param,
     Pointer,
@@ -26,7 +24,6 @@ from inkrt.plugins.tactic import (
 )
 
 POISON = 0xFF
-NEXT_BYTES = 3 << 20  # of weights that a later launch would read
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +112,6 @@ def bind(
             return arguments[param.argument]
         if isinstance(param, InputPointer):
             return arguments[param.name]
-        if isinstance(param, NextWeightsBytes):
-            return NEXT_BYTES
-        if isinstance(param, NextWeights):
-            param = Scratch("next_weights", NEXT_BYTES)
         if param.name not in scratch:
             fill = POISON if param.fill is None else param.fill
             scratch[param.name] = empty(backend, param.num_bytes, fill)

@@ -24,12 +24,11 @@ struct Shared {
 extern "C" __global__ void __maxnreg__(REGISTERS)
     down(const bf16* logits, const bf16* hidden, const bf16* shared_hidden, const u8* weights,
          const float* scales, const u8* shared_weights, const float* shared_scale, bf16* out,
-         int* error, const u8* next, int next_bytes) {
+         int* error) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   trigger_first();
   if (lane == 0) mbar_init(&sm.full[warp], 1);
-  prefetch<1>(0, next, next_bytes);
   __syncwarp();
   const u8* const shared_tiles = shared_weights + (size_t)blockIdx.x * SHARED_JOBS * JOB_BYTES;
   auto request = [&](const u8* tile) {
@@ -45,7 +44,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     request(weights + ((size_t)expert[job - SHARED_JOBS] * ROW_TILES + blockIdx.x) * JOB_BYTES);
   };
   if (warp >= SHARED_JOBS && warp < JOBS) request_routed(warp);
-  prefetch<2>(0, next, next_bytes);
   float unit = 0, shared_unit = 0;
   if (tid < TOP_K) unit = tensor_unit(scales + expert[tid]);
   if (tid < 16) shared_unit = tensor_unit(shared_scale);
@@ -74,9 +72,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     else if (job + WARPS < JOBS)
       request_routed(job + WARPS);
   }
-  prefetch<3>(0, next, next_bytes);  // this warp's weights are here, so the others' nearly are
   wait_and_trigger();
-  prefetch<4>(0, next, next_bytes);
 #pragma unroll 1
   for (; job < JOBS; job += WARPS) {
     work(job, hidden + (job - SHARED_JOBS) * WIDTH);

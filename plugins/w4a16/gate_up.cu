@@ -29,7 +29,7 @@ struct Shared {
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     gate_up(const bf16* z, const bf16* logits, const u8* weights, const float* scales,
-            bf16* hidden, int* error, const u8* next, int next_bytes) {
+            bf16* hidden, int* error) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, stride = gridDim.x;
   const bool live = LIVE_WARPS == WARPS || warp < LIVE_WARPS;
@@ -39,7 +39,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #endif
   if (WEIGHTS == 0)
     for (int e = tid; e < EXPERTS; e += THREADS) copy_async4(sm.scale + e, scales + e);
-  prefetch<1>(WARPS - 1, next, next_bytes);
   wait_and_trigger();
   // Before the weights: small loads queue behind large ones.
   const uint4 bits = load_logits(logits, lane);
@@ -77,7 +76,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                  full);
   }
 #endif
-  prefetch<2>(WARPS - 1, next, next_bytes);
 #pragma unroll
   for (int d = 0; d < DEPTH; d++) {
     if (!live || blockIdx.x + d * stride >= NUM_TILES) break;
@@ -105,7 +103,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     store_tile(sm.partial[d] + warp * TILE_SUMS, tile, lane);
   }
 #endif
-  prefetch<3>(WARPS - 1, next, next_bytes);
   copy_async_wait();  // the scales
   __syncthreads();
   const int d = tid >> 6, i = blockIdx.x + d * stride;

@@ -5,16 +5,7 @@ from pathlib import Path
 
 import torch
 
-from inkrt.plugins.tactic import (
-    KernelLaunch,
-    NextWeights,
-    NextWeightsBytes,
-    Packing,
-    Param,
-    Pointer,
-    Scratch,
-    Tactic,
-)
+from inkrt.plugins.tactic import KernelLaunch, Packing, Param, Pointer, Scratch, Tactic
 from inkrt.plugins.w4a16.packing import bf16_packing, nvfp4_packing
 from inkrt.plugins.w4a16.shapes import HEAD, Dims
 
@@ -24,12 +15,6 @@ Defines = Sequence[tuple[str, int | float | str]]
 _FOLDER = Path(__file__).parent
 # Kernels that wait for copies report a wait that gave up here; the word is 0 in a sound run.
 _ERROR = Scratch("error", 4, fill=0)
-# Parameters of the same meaning in every kernel.
-_COMMON: dict[str, Param] = {
-    "error": _ERROR,
-    "next": NextWeights(),
-    "next_bytes": NextWeightsBytes(),
-}
 
 
 def inverse_frequencies(theta: float) -> str:
@@ -61,7 +46,7 @@ def variant(dims: Dims, num_tokens: int) -> list[tuple[str, int | float | str]]:
 
 def params_of(spelled: str, names: Names | None, own: Mapping[str, Param]) -> tuple[Param, ...]:
     """The caller's parameter of each name, else the kernel's own, else an argument so called."""
-    known = {**_COMMON, **own, **(names or {})}
+    known = {"error": _ERROR, **own, **(names or {})}
     return tuple(known.get(name, Pointer(name)) for name in spelled.split())
 
 
@@ -104,14 +89,13 @@ def launch(
 
 def tactic_of(
     name: str, dims: Dims, kernels: tuple[KernelLaunch, ...], *, rows_by_k: int, num_tokens: int,
-    other_bytes: int, packings: tuple[Packing, ...], reads_whole: bool = False,
+    other_bytes: int, packings: tuple[Packing, ...],
 ) -> Tactic:  # fmt: skip
-    """A tactic whose weights are `rows_by_k` values, all of the first packing."""
+    """A tactic whose weights are `rows_by_k` values."""
     return Tactic(
         name=name,
         kernels=kernels,
         bytes=rows_by_k * dims.chunk_bytes // 4096 + other_bytes,
         flops=2 * num_tokens * rows_by_k,
         packings=packings,
-        reads_whole=packings[0].arguments[0] if reads_whole else None,
     )

@@ -13,8 +13,7 @@ struct Shared {
 };
 
 extern "C" __global__ void __maxnreg__(NV <= 4 ? 56 : 96)
-    linear(const bf16* x, const u8* weights, const float* scale, bf16* y, int* error,
-           const u8* next, int next_bytes, int num_rows) {
+    linear(const bf16* x, const u8* weights, const float* scale, bf16* y, int* error, int num_rows) {
   const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2;
@@ -24,12 +23,10 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 56 : 96)
     mbar_expect(&sm.bar, TILE_BYTES);
     load_weights(sm.weights, weights + (size_t)blockIdx.x * TILE_BYTES, TILE_BYTES, &sm.bar);
   }
-  prefetch<1>(WARPS - 1, next, next_bytes);
   const int row = blockIdx.x * 16 + (tid >> 3), token = tid & 7;
   const float unit = tid < 128 ? tensor_unit(scale) : 0.f;
   __syncthreads();
   wait_and_trigger();
-  prefetch<2>(WARPS - 1, next, next_bytes);
   if (warp < LIVE_WARPS) {
     Activations<NV> b;
     load_tokens<NV>(b, g < T ? x + (size_t)g * DIM_K : nullptr, warp * NV, lane);

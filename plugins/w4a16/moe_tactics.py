@@ -91,7 +91,7 @@ def moe(
             smem=check_smem("moe", router_bytes(dims, tokens)),
             params=params_of(
                 "x delta norm_weight router_weight shared_gate_up_codes shared_gate_up_scale "
-                "residual z logits shared_hidden error next next_bytes T eps",
+                "residual z logits shared_hidden error T eps",
                 names,
                 own,
             ),
@@ -145,23 +145,17 @@ def _one_token(
                 check_smem("moe", gate_up_bytes(dims, tiles, depth)),
                 0 if dims.bf16 else LARGE_BLOCK,
             ),
-            params=params_of(
-                "z logits gate_up_codes gate_up_scale hidden error next next_bytes", names, own
-            ),
+            params=params_of("z logits gate_up_codes gate_up_scale hidden error", names, own),
         ),
         launch(
             "down",
-            [
-                *macros,
-                ("REGISTERS", 64 if dims.bf16 else 80),
-                ("PREFETCH_AT", 3 if dims.bf16 else 0),
-            ],
+            [*macros, ("REGISTERS", 64 if dims.bf16 else 80)],
             blocks=dims.hidden // 16,
             threads=256,
             smem=down_bytes(dims),
             params=params_of(
                 "logits hidden shared_hidden down_codes down_scale shared_down_codes "
-                "shared_down_scale out error next next_bytes",
+                "shared_down_scale out error",
                 names,
                 own,
             ),

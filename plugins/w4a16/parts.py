@@ -57,7 +57,6 @@ def router(dims: Dims, num_tokens: int, *, eps: float, has_delta: bool, names: N
         + 2 * dims.shared_width * dims.hidden * dims.chunk_bytes // 4096,
         2 * num_tokens * size,
         whole.packings[:1],
-        reads_whole=whole.packings[0].arguments[0],
     )
 
 

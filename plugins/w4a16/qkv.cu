@@ -100,7 +100,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     qkv(const bf16* x, const bf16* delta, const bf16* norm_weight, const u8* weights,
         const float* scale, const bf16* q_norm, const bf16* k_norm, u8* k_cache, u8* v_cache,
         const int* where, const int* position, const int* num_tokens, bf16* q_out, bf16* residual,
-        u64* exchange, int* error, const u8* next, int next_bytes, int num_rows, float eps) {
+        u64* exchange, int* error, int num_rows, float eps) {
   const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -164,7 +164,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     if (warp < LIVE_WARPS && STAGED + d < count)
       load_fragment<NV>(w[d], tiles + (STAGED + d) * TILE_BYTES, warp * NV, lane);
 #endif
-  prefetch<1>(WARPS - 1, next, next_bytes);
 
 #if INPUT_COPIED
   __syncthreads();  // the barrier is there for all
@@ -183,7 +182,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T,
                  blockIdx.x < T ? (int)blockIdx.x : -1);
 #endif
-  prefetch<2>(WARPS - 1, next, next_bytes);
   // Only this block writes the words of its tiles, so they tell the last launch's number.
   u32 number = 0;
   if (busy && !is_value) number = (u32)(load_relaxed(words + tile) >> 32) + 1;
@@ -208,7 +206,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     project_some<LATE, false>(count - STAGED - EARLY, b, tiles + (STAGED + EARLY) * TILE_BYTES,
                               sm.partial + (STAGED + EARLY) * LIVE_WARPS * TILE_SUMS, warp, lane);
   }
-  prefetch<3>(WARPS - 1, next, next_bytes);
   __syncthreads();
   if (piece >= count) return;  // whole warps
 

@@ -22,7 +22,7 @@ struct Shared {
 extern "C" __global__ void __maxnreg__(56)
     router(const bf16* x, const bf16* delta, const bf16* norm_weight, const bf16* router_weight,
            const u8* weights, const float* scale, bf16* residual, bf16* z, bf16* logits,
-           bf16* hidden, int* error, const u8* next, int next_bytes, int num_rows, float eps) {
+           bf16* hidden, int* error, int num_rows, float eps) {
   const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2;
@@ -38,12 +38,10 @@ extern "C" __global__ void __maxnreg__(56)
       load_weights(sm.router, router_weight + (size_t)blockIdx.x * ROUTER_ROWS * HIDDEN,
                    router_bytes, &sm.bar);
   }
-  prefetch<1>(WARPS - 1, next, next_bytes);
   InputNorm::load_weight(sm.norm, norm_weight);
   const float unit = tid < 64 ? tensor_unit(scale) : 0.f;
 
   wait_and_trigger();
-  prefetch<2>(WARPS - 1, next, next_bytes);
   InputNorm::run(sm.norm, x, delta, eps, residual, z, T, blockIdx.x < T ? (int)blockIdx.x : -1);
   mbar_wait(&sm.bar, 0, error);
   if (warp < LIVE_WARPS) {
@@ -76,7 +74,6 @@ extern "C" __global__ void __maxnreg__(56)
     else if ((lane & 3) == 0)
       to[g] = low;
   }
-  prefetch<3>(WARPS - 1, next, next_bytes);
   __syncthreads();
   const int token = tid & 7;
   if (tid < 64 && token < T) {

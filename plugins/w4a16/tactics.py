@@ -161,7 +161,7 @@ def qkv(
         smem=smem,
         params=params_of(
             "x delta norm_weight codes global_scale q_norm k_norm k_cache v_cache where position "
-            "num_tokens q residual exchange error next next_bytes T eps",
+            "num_tokens q residual exchange error T eps",
             names,
             {
                 "q": Output(0),
@@ -181,7 +181,6 @@ def qkv(
         num_tokens=num_tokens,
         other_bytes=num_tokens * (6 * dims.hidden + 2 * heads * HEAD),
         packings=packings_of(dims, names, ("codes", "scales", "heads")),
-        reads_whole=True,
     )
 
 
@@ -203,9 +202,7 @@ def linear(
         threads=512,
         smem=max(check_smem("linear", linear_bytes(dims, width, num_tokens)), LARGE_BLOCK),
         params=params_of(
-            "x codes global_scale y error next next_bytes T",
-            names,
-            {"y": Output(0), "T": Int32(num_tokens)},
+            "x codes global_scale y error T", names, {"y": Output(0), "T": Int32(num_tokens)}
         ),
     )
     return tactic_of(
@@ -216,7 +213,6 @@ def linear(
         num_tokens=num_tokens,
         other_bytes=2 * num_tokens * (rows + width),
         packings=packings_of(dims, names, ("codes", "scales", "plain")),
-        reads_whole=True,
     )
 
 

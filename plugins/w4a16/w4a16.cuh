@@ -280,27 +280,6 @@ INK_DEVICE float strided_sum(const float* p, int stride) {
   return even + odd;
 }
 
-// ---- weights of a later launch, on their way to the L2 ahead of it ----
-// PREFETCH_AT: the point of the kernel at which its blocks request them, 0 for none; `prefetch`
-// stands at every point that it can name. Of the bytes at `next` a block takes each gridDim-th
-// share. No result depends on it.
-#ifndef PREFETCH_AT
-#define PREFETCH_AT 0
-#endif
-#ifndef PREFETCH_PERCENT
-#define PREFETCH_PERCENT 100
-#endif
-#ifndef PREFETCH_BYTES
-#define PREFETCH_BYTES 8192  // of a request
-#endif
-template <int POINT>
-INK_DEVICE void prefetch(int warp_of_block, const u8* next, int next_bytes) {
-  if (POINT != PREFETCH_AT || (int)threadIdx.x >> 5 != warp_of_block) return;
-  const u32 lane = threadIdx.x & 31, requests = (u64)next_bytes * PREFETCH_PERCENT / (100 * PREFETCH_BYTES);
-  for (u32 i = lane * gridDim.x + blockIdx.x; i < requests; i += 32 * gridDim.x)
-    bulk_prefetch(next + (size_t)i * PREFETCH_BYTES, PREFETCH_BYTES);
-}
-
 // ---- residual add and RMSNorm in front of a product ----
 // The sum of squares of a row is a binary tree over its elements in their order, whoever computes
 // which part of it: of 8 by a thread and 256 by a warp here, of 4 by a lane and 128 by a warp in

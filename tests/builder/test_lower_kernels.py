@@ -29,8 +29,6 @@ from inkrt.plugins.tactic import (
     InputPointer,
     Int32,
     KernelLaunch,
-    NextWeights,
-    NextWeightsBytes,
     Output,
     Packing,
     Param,
@@ -73,15 +71,9 @@ def tactics(layout: str = "joined") -> dict[str, Tactic]:
     )  # fmt: skip
     qkv = kernel(Pointer("qkv"), Pointer("k_cache"))
     moe = kernel(Pointer("gate_up"), InputPointer("num_tokens"))
-    # What a later launch reads may be asked for by any kernel before it, also one that reads whole.
-    qkv_next = kernel(*qkv.params, NextWeightsBytes(), NextWeights())
-    router = kernel(NextWeights(), NextWeightsBytes())
     return {
         "flint_layers": Tactic("all", (layers,), 9, 0, (packing("qkv"), packing("gate_up"))),
-        "norm_qkv_rope": Tactic(
-            "one", (qkv, qkv_next), 9, 0, (packing("qkv", layout),), reads_whole="qkv"
-        ),
-        "norm_router_shared": Tactic("one", (router,), 0, 0),
+        "norm_qkv_rope": Tactic("one", (qkv,), 9, 0, (packing("qkv", layout),)),
         "flint_moe": Tactic("one", (moe,), 9, 0, (packing("gate_up"),)),
     }
 
@@ -160,33 +152,6 @@ def test_kernels_may_read_inputs_that_are_no_arguments(build: Build) -> None:
     assert num_tokens == TensorParam(plan.inputs["num_tokens"])
     (spec,) = specs(plan, [num_tokens.tensor])
     assert (spec.space, spec.storage, spec.dtype) == ("input", "num_tokens", "int32")
-
-
-def test_kernels_know_the_weights_of_the_next_launch_that_reads_some_whole(build: Build) -> None:
-    plan = build()[0]["verify3"]
-    weights = [spec for spec in plan.tensors if spec.name.startswith("joined")]
-
-    def found(address: object, size: object) -> tuple[str, int]:
-        assert isinstance(address, TensorParam)
-        assert isinstance(size, IntParam)
-        (spec,) = specs(plan, [address.tensor])
-        if size.value:
-            assert spec in weights
-            assert spec.shape == (size.value,)
-        return (spec.storage if size.value else "", size.value)
-
-    attention = [launch for launch in plan.launches if launch.op == "norm_qkv_rope"]
-    assert [launch.module for launch in attention] == [f"layers.{n}.attn" for n in range(4)]
-    ahead = []
-    for launch in attention:
-        first, second = launch.kernels
-        assert second.params[:2] == first.params  # its own weights are as before
-        address, size = second.params[3], second.params[2]
-        ahead.append(found(address, size)[0])
-    assert ahead == [*(f"layers.{n}.attn.qkv.weight" for n in (1, 2, 3)), ""]
-    routers = [launch for launch in plan.launches if launch.op == "norm_router_shared"]
-    found_by_routers = [found(*launch.kernels[0].params) for launch in routers]
-    assert [name for name, _ in found_by_routers] == ["layers.3.attn.qkv.weight", ""]
 
 
 def test_steps_share_packed_weights(build: Build) -> None:

@@ -9,11 +9,9 @@ from msgspec.structs import replace
 from inkrt.builder.build import prepare
 from inkrt.builder.checkpoint import open_checkpoint
 from inkrt.builder.options import BuildOptions
-from inkrt.builder.tactics import find_tactics
 from inkrt.builder.timing_cache import Timing, TimingCache
 from inkrt.builder.tune import Candidate, Tuner, call_args_of
 from inkrt.errors import BuildError, ConfigError
-from inkrt.plugins.tactic import NextWeights, NextWeightsBytes
 from inkrt.runtime.engine_file import EngineCode, read_code
 from inkrt.runtime.plan import LOOSE, Kernel, KernelParam, Launch, Plan, TensorParam
 
@@ -81,26 +79,6 @@ def describe(plan: Plan, kernel: Kernel) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def without_next(launch: Launch, plan: Plan) -> list[Kernel]:
-    """Kernels without what they may request for later launches, which a candidate does not have."""
-    tactic = next(
-        tactic
-        for tactic in find_tactics(launch.op, "sm_90a", call_args_of(plan, launch))
-        if tactic.name == launch.tactic
-    )
-    return [
-        replace(
-            kernel,
-            params=tuple(
-                param
-                for param, wanted in zip(kernel.params, described.params, strict=True)
-                if not isinstance(wanted, NextWeights | NextWeightsBytes)
-            ),
-        )
-        for kernel, described in zip(launch.kernels, tactic.kernels, strict=True)
-    ]
-
-
 def test_first_candidate_is_what_the_engine_runs(folder: Path) -> None:
     code = read_code(folder / "engine", 0)
     several = 0
@@ -111,8 +89,8 @@ def test_first_candidate_is_what_the_engine_runs(folder: Path) -> None:
         first = found[0].plan
         (again,) = first.launches
         assert (again.op, again.args, again.outputs) == (launch.op, launch.args, launch.outputs)
-        assert [describe(first, kernel) for kernel in without_next(again, plan)] == [
-            describe(plan, kernel) for kernel in without_next(launch, plan)
+        assert [describe(first, kernel) for kernel in again.kernels] == [
+            describe(plan, kernel) for kernel in launch.kernels
         ]
         several += len(names) > 1
     assert several > 10  # q/k/v, attention and heads
