@@ -13,7 +13,8 @@ struct Shared {
 };
 
 extern "C" __global__ void __maxnreg__(NV <= 4 ? 56 : 96)
-    linear(const bf16* x, const u8* weights, const float* scale, bf16* y, int* error, int num_rows) {
+    linear(const bf16* x, const u8* weights, const float* scale, bf16* y, int* error,
+           int num_rows) {
   const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2;

@@ -8,10 +8,11 @@
 // blocks must fit the GPU at once, which under programmatic launch they do: blocks of a later
 // kernel start only when all of these have.
 //
-// Of a block's tiles STAGED come to shared memory and EARLY to registers before the wait, the others
-// after the norm: all are staged in NVFP4; in bf16 a tile is large, so one token has some in either
-// place, such that a block fits beside one of `down`, and more tokens take them late. The position,
-// the slot and the page table must not change within a step: they are read before the wait too.
+// Of a block's tiles STAGED come to shared memory and EARLY to registers before the wait, the
+// others after the norm: all are staged in NVFP4; in bf16 a tile is large, so one token has one in
+// either place, such that a block fits beside one of `down`, and more tokens take all of them late.
+// The position, the slot and the page table must not change within a step: they are read before the
+// wait too.
 //
 // A cache page is 64 tokens of one head: [half of the head][token][64 values], the 16-byte piece c
 // of a row at c ^ (token & 7); see docs/kernels.md. A ring of RING rows is RING / 64 pages of a
@@ -25,9 +26,6 @@ constexpr int ROW_TILES = (HEADS + 2 * KV_HEADS) * HEAD_TILES;
 constexpr int TILES = (ROW_TILES + BLOCKS - 1) / BLOCKS;  // of a block, at most
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN);
-// INPUT_COPIED: norm weights, x and delta come by bulk copies. Weights on their way to registers would
-// hold up loads: ptxas gives loads before them the same scoreboard, and loads behind them queue.
-static_assert(!INPUT_COPIED || ONE_TOKEN, "room for one row");
 constexpr int LATE = TILES - STAGED - EARLY;
 static_assert(LATE >= 0, "more tiles before the wait than there are");
 static_assert(TILES * 64 <= THREADS, "a thread for each pair of rows and token");
@@ -44,10 +42,6 @@ struct Shared {
 #if STAGED
   alignas(128) u8 weights[STAGED * TILE_BYTES];
 #endif
-#if INPUT_COPIED
-  alignas(16) bf16 input[2][HIDDEN];
-  u64 input_bar;
-#endif
   InputNorm::Memory norm;
   alignas(16) float partial[TILES * LIVE_WARPS * TILE_SUMS];
   Finish finish[TILES * 8 * COLUMNS];
@@ -58,8 +52,8 @@ struct Shared {
 __constant__ float INVERSE_FREQUENCIES[HEAD / 2] = {INV_FREQ};
 #endif
 
-// This warp's share of N tiles, in shared memory or not, at most three at a time: more would not fit
-// the registers.
+// This warp's share of N tiles, in shared memory or not, at most three at a time: more would not
+// fit the registers.
 template <int N, bool IS_STAGED>
 INK_DEVICE void project(const Activations<NV>& b, const u8* tiles, float* partial, int warp,
                         int lane) {
@@ -116,15 +110,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     load_weights(sm.weights, tiles, staged_bytes, &sm.bar);
   }
 #endif
-  constexpr int ROW_BYTES = HIDDEN * 2;
-#if INPUT_COPIED
-  if (tid == 0) {  // what is to come in all is said behind the wait
-    mbar_init(&sm.input_bar, 1);
-    bulk_load(sm.norm.weight, norm_weight, ROW_BYTES, &sm.input_bar);
-  }
-#else
   InputNorm::load_weight(sm.norm, norm_weight);
-#endif
 
   // Each thread below 64 count finishes one rotary pair of one token: rows `pair` and `pair` + 64.
   const int piece = tid >> 6, token = tid >> 3 & 7;
@@ -165,23 +151,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
       load_fragment<NV>(w[d], tiles + (STAGED + d) * TILE_BYTES, warp * NV, lane);
 #endif
 
-#if INPUT_COPIED
-  __syncthreads();  // the barrier is there for all
-#endif
   wait_and_trigger();
-#if INPUT_COPIED
-  if (tid == 0) {
-    mbar_expect(&sm.input_bar, (2 + HAS_DELTA) * ROW_BYTES);
-    bulk_load(sm.input[0], x, ROW_BYTES, &sm.input_bar);
-    if (HAS_DELTA) bulk_load(sm.input[1], delta, ROW_BYTES, &sm.input_bar);
-  }
-  mbar_wait(&sm.input_bar, 0, error);
-  InputNorm::run<true>(sm.norm, sm.input[0], sm.input[1], eps, residual, nullptr, T,
-                       blockIdx.x < T ? (int)blockIdx.x : -1);
-#else
   InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T,
                  blockIdx.x < T ? (int)blockIdx.x : -1);
-#endif
   // Only this block writes the words of its tiles, so they tell the last launch's number.
   u32 number = 0;
   if (busy && !is_value) number = (u32)(load_relaxed(words + tile) >> 32) + 1;

@@ -129,15 +129,11 @@ def qkv_tiles(dims: Dims, blocks: int) -> int:
     return -(-(dims.heads + 2 * dims.kv_heads) * 8 // blocks)
 
 
-def qkv_bytes(
-    dims: Dims, blocks: int, num_tokens: int, staged: int, *, input_copied: bool = False
-) -> int:
-    """`Shared` of qkv.cu; `staged` tiles of a block stand in it, and its input if it is copied."""
+def qkv_bytes(dims: Dims, blocks: int, num_tokens: int, staged: int) -> int:
+    """`Shared` of qkv.cu; `staged` tiles of a block stand in it."""
     tiles = qkv_tiles(dims, blocks)
     return struct_bytes(
         (staged * dims.tile_bytes(dims.hidden), 128),
-        (input_copied * 4 * dims.hidden, 16),
-        (input_copied * 8, 8),
         (norm_bytes(dims.hidden, num_tokens), 16),
         (tiles * partial_bytes(dims.hidden, 16, num_tokens), 16),
         (tiles * 8 * columns(num_tokens) * 32, 8),

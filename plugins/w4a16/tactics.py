@@ -35,7 +35,6 @@ from inkrt.plugins.w4a16.shapes import (
     HEAD,
     LARGE_BLOCK,
     MAX_NORM_WIDTH,
-    MAX_SMEM,
     MAX_TOKENS,
     MULTIPROCESSORS,
     PAGE,
@@ -76,25 +75,25 @@ def _least_and_most_qkv_blocks(heads: int, num_tokens: int) -> tuple[int, int]:
 def qkv_plan(dims: Dims, num_tokens: int, blocks: int) -> tuple[Defines, int]:
     """Where the weights of a block of `qkv` go, as macros of qkv.cu, and its shared memory.
 
-    NVFP4 stages all. Of one token in bf16 two tiles live in registers and the others are staged, so
-    that a block of few tiles has room beside one of `down` (docs/kernels.md) and its weights arrive
-    meanwhile; then the input is copied. Else bf16 weights are loaded after the norm.
+    NVFP4 stages all. Of one token in bf16 a tile is staged and one lives in registers, so that a
+    block has room beside one of `down` (docs/kernels.md) and they arrive meanwhile; the others are
+    loaded after the norm, as are all of more tokens.
 
     Raises:
         BuildError: a block of NVFP4 has too many tiles.
     """
     tiles = qkv_tiles(dims, blocks)
-    early = min(2, tiles)
-    size = qkv_bytes(dims, blocks, num_tokens, tiles - early, input_copied=True)
-    if dims.bf16 and num_tokens == 1 and size <= MAX_SMEM:
-        staged, registers, copied = tiles - early, 96, 1
+    if not dims.bf16:
+        staged, early, registers = tiles, 0, 56
+    elif num_tokens == 1:
+        # Few registers, but more than half of them: one block on each SM.
+        staged, early, registers = min(1, tiles - 1), 1, 72 if tiles <= 4 else 128
     else:
-        staged, early, registers, copied = (0, 0, 128, 0) if dims.bf16 else (tiles, 0, 56, 0)
-        size = max(check_smem("qkv", qkv_bytes(dims, blocks, num_tokens, staged)), LARGE_BLOCK)
-    macros = [
-        ("STAGED", staged), ("EARLY", early), ("INPUT_COPIED", copied), ("REGISTERS", registers),
-    ]  # fmt: skip
-    return macros, size
+        staged, early, registers = 0, 0, 128
+    size = check_smem("qkv", qkv_bytes(dims, blocks, num_tokens, staged))
+    if not early:
+        size = max(size, LARGE_BLOCK)
+    return [("STAGED", staged), ("EARLY", early), ("REGISTERS", registers)], size
 
 
 def qkv(

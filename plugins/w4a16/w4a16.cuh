@@ -50,10 +50,8 @@ INK_DEVICE float tensor_unit(const float* scale) {
   return WEIGHTS ? 1.f : load_weight_float(scale) * UNIT;
 }
 
-// Whether bf16 weights are the first to leave the L2, so that what is read again stays.
-#ifndef ONCE
-#define ONCE 0
-#endif
+// Whether weights are the first to leave the L2, so that what is read again stays.
+constexpr bool ONCE = WEIGHTS && ONE_TOKEN;
 INK_DEVICE void load_weights(void* to_smem, const void* from, u32 num_bytes, u64* bar) {
   if (ONCE)
     bulk_load_once(to_smem, from, num_bytes, bar);
@@ -333,14 +331,7 @@ struct Norm {
     if (tid < 256 && tid * 8 < H) m.weight[tid] = load_weight16(weight + tid * 8);
   }
 
-  template <bool IS_STAGED>
-  static INK_DEVICE uint4 load_input(const bf16* p) {
-    return IS_STAGED ? *(const uint4*)p : load_act16(p);
-  }
-
   // residual and z_out (may be null): where row `own` of bf16(s) and of z go; own < 0 for none.
-  // IS_STAGED: x and delta are in shared memory.
-  template <bool IS_STAGED = false>
   static INK_DEVICE void run(Memory& m, const bf16* x, const bf16* delta, float eps, bf16* residual,
                              bf16* z_out, int T, int own) {
     const int lane = threadIdx.x & 31, group = GROUPS == 1 ? 0 : threadIdx.x >> 8;
@@ -355,8 +346,8 @@ struct Norm {
         const int token = first + q * GROUPS;
         const bool live = token < T && k < H;
         uint4 a = make_uint4(0, 0, 0, 0), d = a;
-        if (live) a = load_input<IS_STAGED>(x + token * H + k);
-        if (DELTA && live) d = load_input<IS_STAGED>(delta + token * H + k);
+        if (live) a = load_act16(x + token * H + k);
+        if (DELTA && live) d = load_act16(delta + token * H + k);
         // As bits until all loads are on their way.
         s[q][0] = __uint_as_float(a.x), s[q][1] = __uint_as_float(a.y);
         s[q][2] = __uint_as_float(a.z), s[q][3] = __uint_as_float(a.w);

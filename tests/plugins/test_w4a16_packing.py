@@ -258,13 +258,13 @@ def test_bf16_blocks_of_one_token_fit_beside_those_of_the_kernel_before() -> Non
     dims = dataclasses.replace(FLINT, bf16=True)
     (linear,) = tactics.linear(dims, 1, rows=2048, width=4096).kernels
     router, gate_up, down = tactics.moe(dims, 1, eps=1e-6).kernels
-    for blocks in tactics.qkv_blocks(dims, 1)[:2]:
+    assert shares_of((linear, router)) == (64_512, 217_856)
+    assert shares_of((gate_up, down)) == (61_440, 211_584)
+    for blocks in tactics.qkv_blocks(dims, 1):
         (qkv_kernel,) = qkv(dims, blocks=blocks).kernels
-        assert [shares_of((linear, router)), shares_of((gate_up, down))] == [
-            (64_512, 217_856),
-            (61_440, 211_584),
-        ]
-        assert shares_of((down, qkv_kernel)) == (65_536, 223_488)
+        # Beside a block of `down`, but not of its own kind: blocks spread over multiprocessors.
+        assert shares_of((down, qkv_kernel)) == (53_248, 215_296 if blocks > 80 else 216_576)
+        assert 2 * shares_of((qkv_kernel,))[0] > 65_536
 
 
 def shares_of(kernels: Sequence[KernelLaunch]) -> tuple[int, int]:
