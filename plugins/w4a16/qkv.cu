@@ -52,41 +52,48 @@ struct Shared {
 __constant__ float INVERSE_FREQUENCIES[HEAD / 2] = {INV_FREQ};
 #endif
 
-// This warp's share of N tiles, in shared memory or not, at most three at a time: more would not
-// fit the registers.
-template <int N, bool IS_STAGED>
+// This warp's share of staged tiles. A loop: code has to be fetched, and warps hide each other's
+// latency.
+INK_DEVICE void project_staged(int count, const Activations<NV>& b, const u8* tiles, float* partial,
+                               int warp, int lane) {
+#pragma unroll 1
+  for (int d = 0; d < count; d++) {
+    Tile tile = zero_tile();
+    multiply_shared<NV>(tile, tiles + d * TILE_BYTES, b, warp * NV, lane);
+    store_tile(partial + (d * LIVE_WARPS + warp) * TILE_SUMS, tile, lane);
+  }
+}
+// That of N tiles of which nothing is on its way yet, at most three at a time: registers end there.
+template <int N>
 INK_DEVICE void project(const Activations<NV>& b, const u8* tiles, float* partial, int warp,
                         int lane) {
   if constexpr (N > 3) {
     constexpr int HALF = N / 2;
-    project<HALF, IS_STAGED>(b, tiles, partial, warp, lane);
-    project<N - HALF, IS_STAGED>(b, tiles + HALF * TILE_BYTES,
-                                 partial + HALF * LIVE_WARPS * TILE_SUMS, warp, lane);
+    project<HALF>(b, tiles, partial, warp, lane);
+    project<N - HALF>(b, tiles + HALF * TILE_BYTES, partial + HALF * LIVE_WARPS * TILE_SUMS, warp,
+                      lane);
   } else if constexpr (N > 0) {
     Tile tile[N];
 #pragma unroll
     for (int d = 0; d < N; d++) {
+      Fragment<NV> w;
+      load_fragment<NV>(w, tiles + d * TILE_BYTES, warp * NV, lane);
       tile[d] = zero_tile();
-      if constexpr (!IS_STAGED) {
-        Fragment<NV> w;
-        load_fragment<NV>(w, tiles + d * TILE_BYTES, warp * NV, lane);
-        multiply_fragment<NV>(tile[d], w, b);
-      }
+      multiply_fragment<NV>(tile[d], w, b);
     }
-    if constexpr (IS_STAGED) multiply_shared<N, NV>(tile, tiles, TILE_BYTES, b, warp * NV, lane);
 #pragma unroll
     for (int d = 0; d < N; d++)
       store_tile(partial + (d * LIVE_WARPS + warp) * TILE_SUMS, tile[d], lane);
   }
 }
 // The same where the last of at most N tiles may be missing.
-template <int N, bool IS_STAGED>
+template <int N>
 INK_DEVICE void project_some(int count, const Activations<NV>& b, const u8* tiles, float* partial,
                              int warp, int lane) {
   if (count == N)
-    project<N, IS_STAGED>(b, tiles, partial, warp, lane);
+    project<N>(b, tiles, partial, warp, lane);
   else
-    project<(N > 1 ? N - 1 : 0), IS_STAGED>(b, tiles, partial, warp, lane);
+    project<(N > 1 ? N - 1 : 0)>(b, tiles, partial, warp, lane);
 }
 
 // `exchange`: [head][token 8][tile 8] words, the launch's number in the upper half.
@@ -173,10 +180,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #endif
 #if STAGED
     mbar_wait(&sm.bar, 0, error);
-    project_some<STAGED, true>(min(STAGED, count), b, sm.weights, sm.partial, warp, lane);
+    project_staged(STAGED > 1 ? min(STAGED, count) : 1, b, sm.weights, sm.partial, warp, lane);
 #endif
-    project_some<LATE, false>(count - STAGED - EARLY, b, tiles + (STAGED + EARLY) * TILE_BYTES,
-                              sm.partial + (STAGED + EARLY) * LIVE_WARPS * TILE_SUMS, warp, lane);
+    project_some<LATE>(count - STAGED - EARLY, b, tiles + (STAGED + EARLY) * TILE_BYTES,
+                       sm.partial + (STAGED + EARLY) * LIVE_WARPS * TILE_SUMS, warp, lane);
   }
   __syncthreads();
   if (piece >= count) return;  // whole warps
@@ -206,6 +213,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     } else {
       u64 word = 0;
       u32 spins = 0;
+#pragma unroll 1
       while ((u32)((word = load_relaxed(words + (tid & 7))) >> 32) != number)
         if (++spins == INK_SPIN_LIMIT) {
           report_error(error, ERROR_SENTINEL);
