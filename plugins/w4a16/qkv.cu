@@ -121,7 +121,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 
   // Each thread below 64 count finishes one rotary pair of one token: rows `pair` and `pair` + 64.
   const int piece = tid >> 6, token = tid >> 3 & 7;
-  const int head = (first + piece) / HEAD_TILES, tile = (first + piece) % HEAD_TILES;
+  const u32 row_tile = first + piece;  // unsigned: quotients take fewer instructions
+  const int head = row_tile / HEAD_TILES, tile = row_tile % HEAD_TILES;
   const int pair = tile * 8 + (tid & 7);
   const bool is_value = head >= HEADS + KV_HEADS, is_query = head < HEADS;
   const bool busy = piece < count && token < T;
@@ -133,7 +134,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     const bf16* head_norm = is_query ? q_norm : k_norm;
     f.norm_low = to_float(head_norm[pair]);
     f.norm_high = to_float(head_norm[pair + HEAD / 2]);
-    const int p = load_act_int(position) + token;
+    const u32 p = load_act_int(position) + token;
 #if ROPE
     sin_cos(__fmul_rn((float)p, INVERSE_FREQUENCIES[pair]), f.sine, f.cosine);
 #endif
