@@ -1,7 +1,7 @@
-"""Times a model's decode step with other macros of its kernels, on an H200.
+"""Times a model's decode or verify step with other macros of its kernels, on an H200.
 
-    python perf/kernels/step_variants.py FOLDER [--context 8192] [--runs 60] [--profile]
-        [--variant KERNEL.MACRO=VALUE,...] ...
+    python perf/kernels/step_variants.py FOLDER [--step decode] [--context 8192] [--runs 60]
+        [--profile] [--variant KERNEL.MACRO=VALUE,...] ...
 
 FOLDER has a config.json. An engine with dummy weights is built of it and opened once; each
 `--variant` (repeatable) compiles the kernels that it names again. KERNEL is an entry or a tactic,
@@ -24,14 +24,15 @@ import numpy as np
 
 import inkrt.builder.build as builder
 from inkrt.builder.compile import Compiler, compile_cubin
-from inkrt.builder.options import BuildOptions
+from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions
 from inkrt.builder.timing_cache import source_files
 from inkrt.plugins.tactic import KernelLaunch
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling, StepInput
 from inkrt.runtime.executor.cuda_timing import Timer
 
-STEP, TARGET = "decode", "sm_90a"
+TARGET = "sm_90a"
+WIDTHS = {"decode": 1} | {f"verify{width}": width for width in range(2, MAX_VERIFY_TOKENS + 1)}
 COMPARED = 24  # steps
 LAUNCH = ("smem", "blocks")  # no macros
 Settings = dict[str, dict[str, str]]
@@ -66,14 +67,13 @@ def parse(variant: str) -> Settings:
 
 
 class Variants:
-    """The step of an open engine, with changed kernels."""
+    """A step of an open engine, with changed kernels."""
 
-    def __init__(self, executor: Any, context: int, runs: int) -> None:
-        self.executor, self.context, self.runs = executor, context, runs
-        self.plan = executor.plan(STEP)
+    def __init__(self, executor: Any, step: str, context: int, runs: int) -> None:
+        self.executor, self.step, self.context, self.runs = executor, step, context, runs
+        self.plan = executor.plan(step)
         self.times: dict[str, float] = {}
         self.logits: list[np.ndarray[Any, Any]] = []
-        self.profiled: list[tuple[str, float]] = []
 
     def use(self, settings: Settings) -> None:
         """Run the step with these settings from now on."""
@@ -98,8 +98,8 @@ class Variants:
             for launch in self.plan.launches
         ]
         plan = msgspec.structs.replace(self.plan, launches=tuple(launches))
-        self.executor._plans[STEP] = plan
-        self.executor._graphs[STEP] = self.executor._capture(plan)
+        self.executor._plans[self.step] = plan
+        self.executor._graphs[self.step] = self.executor._capture(plan)
 
     def _of_all(self, kernel: Any, macros: dict[str, str]) -> dict[str, str]:
         """Those that the sources of a kernel know."""
@@ -128,24 +128,26 @@ class Variants:
     def step_logits(self) -> list[np.ndarray[Any, Any]]:
         """Of steps from the same, known caches on."""
         self.executor.memory.fill_state(0x3C)
-        pages = list(range(-(-(self.context + COMPARED) // 64)))
-        rows = []
-        for index in range(COMPARED):
-            token = (37 * index + index * index) % 1000
-            step = StepInput([token], self.context + index, 0, pages, Sampling())
-            rows.append(self.executor.run(STEP, step).logits[0])
-        return rows
+        return [self.executor.run(self.step, self._input(i)).logits for i in range(COMPARED)]
+
+    def _input(self, index: int) -> StepInput:
+        """Of the `index`-th step behind the context."""
+        width = self.plan.num_tokens
+        first = index * width
+        tokens = [(37 * i + i * i) % 1000 for i in range(first, first + width)]
+        position = self.context + first
+        pages = list(range(-(-(position + width) // 64)))
+        return StepInput(tokens, position, 0, pages, Sampling())
 
     def measure(self, name: str, *, profile: bool) -> None:
         """Print a line, and lines for kinds of launches."""
         logits = self.step_logits()
         self.logits = self.logits or logits
         equal = sum(np.array_equal(a, b) for a, b in zip(logits, self.logits, strict=True))
-        pages = list(range(-(-(self.context + 1) // 64)))
-        step = StepInput([1], self.context, 0, pages, Sampling())
+        step = self._input(0)
         timer = Timer(self.executor)
-        timer.step(STEP, step, 10)
-        times = timer.step(STEP, step, self.runs)
+        timer.step(self.step, step, 10)
+        times = timer.step(self.step, step, self.runs)
         median = statistics.median(times)
         self.times[name] = median
         gained = next(iter(self.times.values())) - median
@@ -158,7 +160,7 @@ class Variants:
         prices: dict[str, list[float]] = defaultdict(list)
         before = 0.0
         for number, launch in enumerate(self.plan.launches, start=1):
-            until = statistics.median(timer.step(STEP, step, 12, until=number))
+            until = statistics.median(timer.step(self.step, step, 12, until=number))
             prices[f"{launch.op} {launch.tactic}"].append(until - before)
             before = until
         for kind, values in sorted(prices.items(), key=lambda item: -sum(item[1])):
@@ -176,6 +178,7 @@ def main() -> None:
     """Parse arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--step", choices=WIDTHS, default="decode")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--profile", action="store_true")
@@ -184,10 +187,11 @@ def main() -> None:
     builder.Compiler = Recorder  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "engine"
-        build = BuildOptions(target=TARGET, weights="dummy", max_verify_tokens=1)
+        width = WIDTHS[options.step]
+        build = BuildOptions(target=TARGET, weights="dummy", max_verify_tokens=width)
         builder.build_engine(options.folder, folder, build, say)
         with Engine.open(folder) as engine:
-            variants = Variants(engine.executor, options.context, options.runs)
+            variants = Variants(engine.executor, options.step, options.context, options.runs)
             for variant in ["", *options.variant, ""]:
                 variants.use(parse(variant))
                 variants.measure(variant or "as built", profile=options.profile)
