@@ -73,6 +73,17 @@ INK_DEVICE uint4 load_weight16(const void* p) {
                : "l"(p));
   return v;
 }
+// The same for what is the first to leave the L2, see `bulk_load_once`.
+INK_DEVICE uint4 load_weight16_once(const void* p) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  uint4 v;
+  asm volatile(
+      "ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p), "l"(policy));
+  return v;
+}
 INK_DEVICE uint2 load_weight8(const void* p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];"

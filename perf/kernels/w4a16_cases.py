@@ -4,7 +4,7 @@ from typing import Any
 
 from inkrt.plugins.tactic import Tactic
 from inkrt.plugins.w4a16 import tactics
-from inkrt.plugins.w4a16.shapes import MAX_SMEM, Dims, qkv_bytes
+from inkrt.plugins.w4a16.shapes import MAX_SMEM, Dims, qkv_bytes, qkv_tiles
 
 EPS = 1e-6
 THETA = 10000.0
@@ -24,11 +24,10 @@ def qkv_cases(dims: Dims) -> list[dict[str, Any]]:
     """Paged without positions for several numbers of blocks; rings with positions."""
     heads = dims.heads + 2 * dims.kv_heads
     numbers: list[int | None] = [None]
-    numbers += [
-        number
-        for number in (max(heads, MOST), 4 * heads, 132)
-        if number <= min(132, 8 * heads) and qkv_bytes(dims, number) <= MAX_SMEM
-    ]
+    for number in (max(heads, MOST), 4 * heads, 132):
+        staged = 0 if dims.bf16 else qkv_tiles(dims, number)
+        if number <= min(132, 8 * heads) and qkv_bytes(dims, number, MOST, staged) <= MAX_SMEM:
+            numbers.append(number)
     paged = {"ring": 0, "theta": None, "position": 124, "valid": MOST}
     ring = {"ring": 192, "theta": THETA}
     return [

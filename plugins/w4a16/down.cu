@@ -35,7 +35,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     __syncwarp();  // all lanes are done with the one before
     if (lane != 0) return;
     mbar_expect(&sm.full[warp], JOB_BYTES);
-    bulk_load(sm.tile[warp], tile, JOB_BYTES, &sm.full[warp]);
+    load_weights(sm.tile[warp], tile, JOB_BYTES, &sm.full[warp]);
   };
   // Warps whose first job is the shared expert's need not wait for the choice.
   if (warp < SHARED_JOBS) request(shared_tiles + warp * JOB_BYTES);

@@ -8,7 +8,7 @@ constexpr int TILE_BYTES = tile_bytes(DIM_K);
 
 struct Shared {
   alignas(128) u8 weights[TILE_BYTES];
-  alignas(16) float partial[LIVE_WARPS * 128];
+  alignas(16) float partial[LIVE_WARPS * TILE_SUMS];
   u64 bar;
 };
 
@@ -22,7 +22,7 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 56 : 96)
   if (tid == 0) {
     mbar_init(&sm.bar, 1);
     mbar_expect(&sm.bar, TILE_BYTES);
-    bulk_load(sm.weights, weights + (size_t)blockIdx.x * TILE_BYTES, TILE_BYTES, &sm.bar);
+    load_weights(sm.weights, weights + (size_t)blockIdx.x * TILE_BYTES, TILE_BYTES, &sm.bar);
   }
   const int row = blockIdx.x * 16 + (tid >> 3), token = tid & 7;
   const float unit = tid < 128 ? tensor_unit(scale) : 0.f;
@@ -34,9 +34,10 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 56 : 96)
     mbar_wait(&sm.bar, 0, error);
     Tile tile = zero_tile();
     multiply_shared<NV>(tile, sm.weights, b, warp * NV, lane);
-    store_tile(sm.partial + warp * 128, tile, lane);
+    store_tile(sm.partial + warp * TILE_SUMS, tile, lane);
   }
   __syncthreads();
   if (tid < 128 && token < T && row < DIM_N)
-    y[(size_t)token * DIM_N + row] = to_bf16(strided_sum<LIVE_WARPS>(sm.partial + tid, 128) * unit);
+    y[(size_t)token * DIM_N + row] = to_bf16(
+        strided_sum<LIVE_WARPS>(sm.partial + (tid >> 3) * COLUMNS + token, TILE_SUMS) * unit);
 }

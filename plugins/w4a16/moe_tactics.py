@@ -88,7 +88,7 @@ def moe(
             [*sizes, when, ("HAS_DELTA", int(has_delta))],
             blocks=dims.shared_width // 8,
             threads=640,
-            smem=check_smem("moe", router_bytes(dims)),
+            smem=check_smem("moe", router_bytes(dims, tokens)),
             params=params_of(
                 "x delta norm_weight router_weight shared_gate_up_codes shared_gate_up_scale "
                 "residual z logits shared_hidden error T eps",
@@ -126,11 +126,12 @@ def _one_token(
     dims: Dims, macros: Defines, names: Names | None, own: Names
 ) -> tuple[KernelLaunch, ...]:
     """gate_up, then down."""
-    depth = 2 if dims.bf16 else 3  # tiles of a warp that are on their way at once
+    depth = 2 if dims.bf16 else 3  # tiles of a warp that come into registers
     most = dims.top_k * dims.width // 8
-    # A bf16 tile is large: blocks take several, one after the other.
+    # A bf16 tile is large: one that the registers have no room for is staged in shared memory.
     blocks = min(most, MULTIPROCESSORS) if dims.bf16 else -(-most // depth)
     tiles = -(-most // blocks)
+    depth = min(depth, tiles)
     # What the router's block on the SM leaves, or the one of `down`.
     registers = 96 if dims.bf16 else 56
     return (
@@ -140,8 +141,11 @@ def _one_token(
             blocks=blocks,
             threads=MOE_WARPS * 32,
             # Large blocks: one on each SM.
-            smem=max(gate_up_bytes(dims, tiles), 0 if dims.bf16 else LARGE_BLOCK),
-            params=params_of("z logits gate_up_codes gate_up_scale hidden", names, own),
+            smem=max(
+                check_smem("moe", gate_up_bytes(dims, tiles, depth)),
+                0 if dims.bf16 else LARGE_BLOCK,
+            ),
+            params=params_of("z logits gate_up_codes gate_up_scale hidden error", names, own),
         ),
         launch(
             "down",

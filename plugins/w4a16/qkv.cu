@@ -8,8 +8,10 @@
 // blocks must fit the GPU at once, which under programmatic launch they do: blocks of a later
 // kernel start only when all of these have.
 //
-// NVFP4 weights are staged in shared memory before the wait; a bf16 tile would be too large. The
-// position, the slot and the page table must not change within a step: they are read before the
+// Of a block's tiles STAGED come to shared memory and EARLY to registers before the wait, the
+// others after the norm: all are staged in NVFP4; in bf16 a tile is large, so one token has one in
+// either place, such that a block fits beside one of `down`, and more tokens take all of them late.
+// The position, the slot and the page table must not change within a step: they are read before the
 // wait too.
 //
 // A cache page is 64 tokens of one head: [half of the head][token][64 values], the 16-byte piece c
@@ -24,6 +26,8 @@ constexpr int ROW_TILES = (HEADS + 2 * KV_HEADS) * HEAD_TILES;
 constexpr int TILES = (ROW_TILES + BLOCKS - 1) / BLOCKS;  // of a block, at most
 constexpr int NV = vectors_per_warp(HIDDEN, WARPS), LIVE_WARPS = HIDDEN / VECTOR_K / NV;
 constexpr int TILE_BYTES = tile_bytes(HIDDEN);
+constexpr int LATE = TILES - STAGED - EARLY;
+static_assert(LATE >= 0, "more tiles before the wait than there are");
 static_assert(TILES * 64 <= THREADS, "a thread for each pair of rows and token");
 using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA>;
 
@@ -35,12 +39,12 @@ struct Finish {
 constexpr u64 NOT_STORED = ~0ull;
 
 struct Shared {
-#if WEIGHTS == 0
-  alignas(128) u8 weights[TILES * TILE_BYTES];
+#if STAGED
+  alignas(128) u8 weights[STAGED * TILE_BYTES];
 #endif
   InputNorm::Memory norm;
-  alignas(16) float partial[TILES * LIVE_WARPS * 128];
-  Finish finish[TILES * 64];
+  alignas(16) float partial[TILES * LIVE_WARPS * TILE_SUMS];
+  Finish finish[TILES * 8 * COLUMNS];
   u64 bar;
 };
 
@@ -48,39 +52,52 @@ struct Shared {
 __constant__ float INVERSE_FREQUENCIES[HEAD / 2] = {INV_FREQ};
 #endif
 
-// This warp's share of N tiles, at most three at a time: more would not fit the registers.
+// This warp's share of staged tiles. A loop: code has to be fetched, and warps hide each other's
+// latency.
+INK_DEVICE void project_staged(int count, const Activations<NV>& b, const u8* tiles, float* partial,
+                               int warp, int lane) {
+#pragma unroll 1
+  for (int d = 0; d < count; d++) {
+    Tile tile = zero_tile();
+    multiply_shared<NV>(tile, tiles + d * TILE_BYTES, b, warp * NV, lane);
+    store_tile(partial + (d * LIVE_WARPS + warp) * TILE_SUMS, tile, lane);
+  }
+}
+// That of N tiles of which nothing is on its way yet, at most three at a time: registers end there.
 template <int N>
-INK_DEVICE void project(Shared& sm, const u8* tiles, float* partial, int warp, int lane) {
+INK_DEVICE void project(const Activations<NV>& b, const u8* tiles, float* partial, int warp,
+                        int lane) {
   if constexpr (N > 3) {
     constexpr int HALF = N / 2;
-    project<HALF>(sm, tiles, partial, warp, lane);
-    project<N - HALF>(sm, tiles + HALF * TILE_BYTES, partial + HALF * LIVE_WARPS * 128, warp, lane);
-  } else {
-    Activations<NV> b;
-    // Rows without a token fill their own columns only.
-    const int token = ONE_TOKEN ? 0 : lane >> 2;
-    load_tokens_shared<NV>(b, sm.norm.z + token * InputNorm::STRIDE, warp * NV, lane);
+    project<HALF>(b, tiles, partial, warp, lane);
+    project<N - HALF>(b, tiles + HALF * TILE_BYTES, partial + HALF * LIVE_WARPS * TILE_SUMS, warp,
+                      lane);
+  } else if constexpr (N > 0) {
     Tile tile[N];
 #pragma unroll
     for (int d = 0; d < N; d++) {
-      tile[d] = zero_tile();
-#if WEIGHTS
       Fragment<NV> w;
       load_fragment<NV>(w, tiles + d * TILE_BYTES, warp * NV, lane);
+      tile[d] = zero_tile();
       multiply_fragment<NV>(tile[d], w, b);
-#endif
     }
-#if WEIGHTS == 0
-    multiply_shared<N, NV>(tile, tiles, TILE_BYTES, b, warp * NV, lane);
-#endif
 #pragma unroll
     for (int d = 0; d < N; d++)
-      store_tile(partial + (d * LIVE_WARPS + warp) * 128, tile[d], lane);
+      store_tile(partial + (d * LIVE_WARPS + warp) * TILE_SUMS, tile[d], lane);
   }
+}
+// The same where the last of at most N tiles may be missing.
+template <int N>
+INK_DEVICE void project_some(int count, const Activations<NV>& b, const u8* tiles, float* partial,
+                             int warp, int lane) {
+  if (count == N)
+    project<N>(b, tiles, partial, warp, lane);
+  else
+    project<(N > 1 ? N - 1 : 0)>(b, tiles, partial, warp, lane);
 }
 
 // `exchange`: [head][token 8][tile 8] words, the launch's number in the upper half.
-extern "C" __global__ void __maxnreg__(WEIGHTS ? 128 : 56)
+extern "C" __global__ void __maxnreg__(REGISTERS)
     qkv(const bf16* x, const bf16* delta, const bf16* norm_weight, const u8* weights,
         const float* scale, const bf16* q_norm, const bf16* k_norm, u8* k_cache, u8* v_cache,
         const int* where, const int* position, const int* num_tokens, bf16* q_out, bf16* residual,
@@ -91,23 +108,25 @@ extern "C" __global__ void __maxnreg__(WEIGHTS ? 128 : 56)
   const int first = blockIdx.x * ROW_TILES / BLOCKS;
   const int count = (blockIdx.x + 1) * ROW_TILES / BLOCKS - first;
   trigger_first();
-  const u8* tiles = weights + (size_t)first * TILE_BYTES;
-#if WEIGHTS == 0
+  const u8* const tiles = weights + (size_t)first * TILE_BYTES;
+#if STAGED
   if (tid == 0) {
+    const u32 staged_bytes = min(STAGED, count) * TILE_BYTES;
     mbar_init(&sm.bar, 1);
-    mbar_expect(&sm.bar, count * TILE_BYTES);
-    bulk_load(sm.weights, tiles, count * TILE_BYTES, &sm.bar);
+    mbar_expect(&sm.bar, staged_bytes);
+    load_weights(sm.weights, tiles, staged_bytes, &sm.bar);
   }
-  tiles = sm.weights;
 #endif
   InputNorm::load_weight(sm.norm, norm_weight);
 
   // Each thread below 64 count finishes one rotary pair of one token: rows `pair` and `pair` + 64.
   const int piece = tid >> 6, token = tid >> 3 & 7;
-  const int head = (first + piece) / HEAD_TILES, tile = (first + piece) % HEAD_TILES;
+  const u32 row_tile = first + piece;  // unsigned: quotients take fewer instructions
+  const int head = row_tile / HEAD_TILES, tile = row_tile % HEAD_TILES;
   const int pair = tile * 8 + (tid & 7);
   const bool is_value = head >= HEADS + KV_HEADS, is_query = head < HEADS;
   const bool busy = piece < count && token < T;
+  const int place = (piece * COLUMNS + token) * 8 + (tid & 7);  // of what a busy thread keeps
   u64* const words = exchange + (head * MAX_TOKENS + token) * HEAD_TILES;
   if (busy) {
     Finish f = {0, 0, 0, 0, 1, NOT_STORED};
@@ -115,7 +134,7 @@ extern "C" __global__ void __maxnreg__(WEIGHTS ? 128 : 56)
     const bf16* head_norm = is_query ? q_norm : k_norm;
     f.norm_low = to_float(head_norm[pair]);
     f.norm_high = to_float(head_norm[pair + HEAD / 2]);
-    const int p = load_act_int(position) + token;
+    const u32 p = load_act_int(position) + token;
 #if ROPE
     sin_cos(__fmul_rn((float)p, INVERSE_FREQUENCIES[pair]), f.sine, f.cosine);
 #endif
@@ -129,8 +148,16 @@ extern "C" __global__ void __maxnreg__(WEIGHTS ? 128 : 56)
       f.row = ((u64)page * KV_HEADS + kv) * PAGE_BYTES + r * 128 + (((pair >> 3) ^ (r & 7)) << 4) +
               (pair & 7) * 2;
     }
-    sm.finish[tid] = f;
+    sm.finish[place] = f;
   }
+  // Behind all loads that are waited for.
+#if EARLY
+  Fragment<NV> w[EARLY];
+#pragma unroll
+  for (int d = 0; d < EARLY; d++)
+    if (warp < LIVE_WARPS && STAGED + d < count)
+      load_fragment<NV>(w[d], tiles + (STAGED + d) * TILE_BYTES, warp * NV, lane);
+#endif
 
   wait_and_trigger();
   InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T,
@@ -138,14 +165,26 @@ extern "C" __global__ void __maxnreg__(WEIGHTS ? 128 : 56)
   // Only this block writes the words of its tiles, so they tell the last launch's number.
   u32 number = 0;
   if (busy && !is_value) number = (u32)(load_relaxed(words + tile) >> 32) + 1;
-#if WEIGHTS == 0
-  mbar_wait(&sm.bar, 0, error);
-#endif
   if (warp < LIVE_WARPS) {
-    if (count == TILES)
-      project<TILES>(sm, tiles, sm.partial, warp, lane);
-    else
-      project<(TILES > 1 ? TILES - 1 : 1)>(sm, tiles, sm.partial, warp, lane);
+    Activations<NV> b;
+    // Rows without a token fill their own columns only.
+    load_tokens_shared<NV>(b, sm.norm.z + (ONE_TOKEN ? 0 : lane >> 2) * InputNorm::STRIDE,
+                           warp * NV, lane);
+#if EARLY
+#pragma unroll
+    for (int d = 0; d < EARLY; d++) {
+      if (STAGED + d >= count) break;
+      Tile tile = zero_tile();
+      multiply_fragment<NV>(tile, w[d], b);
+      store_tile(sm.partial + ((STAGED + d) * LIVE_WARPS + warp) * TILE_SUMS, tile, lane);
+    }
+#endif
+#if STAGED
+    mbar_wait(&sm.bar, 0, error);
+    project_staged(STAGED > 1 ? min(STAGED, count) : 1, b, sm.weights, sm.partial, warp, lane);
+#endif
+    project_some<LATE>(count - STAGED - EARLY, b, tiles + (STAGED + EARLY) * TILE_BYTES,
+                       sm.partial + (STAGED + EARLY) * LIVE_WARPS * TILE_SUMS, warp, lane);
   }
   __syncthreads();
   if (piece >= count) return;  // whole warps
@@ -153,10 +192,10 @@ extern "C" __global__ void __maxnreg__(WEIGHTS ? 128 : 56)
   float low = 0, high = 0;
   Finish f = {0, 0, 0, 0, 1, NOT_STORED};
   if (busy) {
-    f = sm.finish[tid];
-    const float* p = sm.partial + piece * LIVE_WARPS * 128 + (tid & 7) * 8 + token;
-    low = round_bf16(strided_sum<LIVE_WARPS>(p, 128) * f.unit);
-    high = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * f.unit);
+    f = sm.finish[place];
+    const float* p = sm.partial + piece * LIVE_WARPS * TILE_SUMS + (tid & 7) * COLUMNS + token;
+    low = round_bf16(strided_sum<LIVE_WARPS>(p, TILE_SUMS) * f.unit);
+    high = round_bf16(strided_sum<LIVE_WARPS>(p + 8 * COLUMNS, TILE_SUMS) * f.unit);
   }
   if (is_value) {
     if (f.row != NOT_STORED) {
@@ -175,6 +214,7 @@ extern "C" __global__ void __maxnreg__(WEIGHTS ? 128 : 56)
     } else {
       u64 word = 0;
       u32 spins = 0;
+#pragma unroll 1
       while ((u32)((word = load_relaxed(words + (tid & 7))) >> 32) != number)
         if (++spins == INK_SPIN_LIMIT) {
           report_error(error, ERROR_SENTINEL);

@@ -14,8 +14,8 @@ struct Shared {
   alignas(128) u8 weights[TILE_BYTES];
   alignas(128) bf16 router[ROUTER_ROWS * HIDDEN];
   InputNorm::Memory norm;
-  alignas(16) float partial[LIVE_WARPS * 128];
-  alignas(16) float logits[LIVE_WARPS * 64];  // [warp][row 8][token 8]
+  alignas(16) float partial[LIVE_WARPS * TILE_SUMS];
+  alignas(16) float logits[LIVE_WARPS * TILE_SUMS / 2];  // [warp][row 8][token COLUMNS]
   u64 bar;
 };
 
@@ -33,10 +33,10 @@ extern "C" __global__ void __maxnreg__(56)
     const u32 router_bytes = rows > 0 ? rows * HIDDEN * 2 : 0;
     mbar_init(&sm.bar, 1);
     mbar_expect(&sm.bar, TILE_BYTES + router_bytes);
-    bulk_load(sm.weights, weights + (size_t)blockIdx.x * TILE_BYTES, TILE_BYTES, &sm.bar);
+    load_weights(sm.weights, weights + (size_t)blockIdx.x * TILE_BYTES, TILE_BYTES, &sm.bar);
     if (router_bytes)
-      bulk_load(sm.router, router_weight + (size_t)blockIdx.x * ROUTER_ROWS * HIDDEN, router_bytes,
-                &sm.bar);
+      load_weights(sm.router, router_weight + (size_t)blockIdx.x * ROUTER_ROWS * HIDDEN,
+                   router_bytes, &sm.bar);
   }
   InputNorm::load_weight(sm.norm, norm_weight);
   const float unit = tid < 64 ? tensor_unit(scale) : 0.f;
@@ -66,22 +66,26 @@ extern "C" __global__ void __maxnreg__(56)
       }
     }
     multiply_shared<NV>(tile, sm.weights, b, warp * NV, lane);
-    store_tile(sm.partial + warp * 128, tile, lane);
-    *(float2*)(sm.logits + warp * 64 + lane * 2) =
-        make_float2(scores.c[0][0] + scores.c[1][0], scores.c[0][1] + scores.c[1][1]);
+    store_tile(sm.partial + warp * TILE_SUMS, tile, lane);
+    float* const to = sm.logits + warp * (TILE_SUMS / 2);
+    const float low = scores.c[0][0] + scores.c[1][0], high = scores.c[0][1] + scores.c[1][1];
+    if (!ONE_TOKEN)
+      *(float2*)(to + lane * 2) = make_float2(low, high);
+    else if ((lane & 3) == 0)
+      to[g] = low;
   }
   __syncthreads();
   const int token = tid & 7;
   if (tid < 64 && token < T) {
-    const float* p = sm.partial + tid;
-    const float gate = round_bf16(strided_sum<LIVE_WARPS>(p, 128) * unit);
-    const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * unit);
+    const float* p = sm.partial + (tid >> 3) * COLUMNS + token;
+    const float gate = round_bf16(strided_sum<LIVE_WARPS>(p, TILE_SUMS) * unit);
+    const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 8 * COLUMNS, TILE_SUMS) * unit);
     hidden[(size_t)token * SHARED_WIDTH + blockIdx.x * 8 + (tid >> 3)] =
         to_bf16(silu_exact(gate) * up);
   } else if (tid >= 64 && tid < 128 && token < T) {
     const int r = (tid - 64) >> 3;
     if (r < rows)
       logits[(size_t)token * EXPERTS + blockIdx.x * ROUTER_ROWS + r] =
-          to_bf16(strided_sum<LIVE_WARPS>(sm.logits + tid - 64, 64));
+          to_bf16(strided_sum<LIVE_WARPS>(sm.logits + r * COLUMNS + token, TILE_SUMS / 2));
   }
 }

@@ -99,35 +99,53 @@ def live_warps(width: int, warps: int) -> int:
 
 
 def struct_bytes(*members: tuple[int, int]) -> int:
-    """Size of a C struct of members (bytes, alignment)."""
-    size = 0
+    """Size of a C struct of members (bytes, alignment); those of no bytes are not there."""
+    size, largest = 0, 1
     for num_bytes, align in members:
-        size = -(-size // align) * align + num_bytes
-    largest = max(align for _, align in members)
+        if num_bytes:
+            size = -(-size // align) * align + num_bytes
+            largest = max(largest, align)
     return -(-size // largest) * largest
 
 
-def norm_bytes(hidden: int) -> int:
+def columns(num_tokens: int) -> int:
+    """`COLUMNS` of w4a16.cuh: tokens that sums and rows in shared memory have room for."""
+    return 1 if num_tokens == 1 else MAX_TOKENS
+
+
+def norm_bytes(hidden: int, num_tokens: int) -> int:
     """`Norm::Memory`."""
-    return struct_bytes((MAX_TOKENS * (hidden + 8) * 2, 16), (MAX_TOKENS * 32, 16), (4096, 16))
+    rows = columns(num_tokens)
+    return struct_bytes((rows * (hidden + 8) * 2, 16), (rows * 32, 16), (4096, 16))
 
 
-def qkv_bytes(dims: Dims, blocks: int) -> int:
-    """`Shared` of qkv.cu."""
-    tiles = -(-(dims.heads + 2 * dims.kv_heads) * 8 // blocks)
-    staged = [] if dims.bf16 else [(tiles * dims.tile_bytes(dims.hidden), 128)]
+def partial_bytes(width: int, warps: int, num_tokens: int) -> int:
+    """A tile's sums, of all warps that have any."""
+    return live_warps(width, warps) * 64 * columns(num_tokens)
+
+
+def qkv_tiles(dims: Dims, blocks: int) -> int:
+    """Row tiles of a block of `qkv`, at most."""
+    return -(-(dims.heads + 2 * dims.kv_heads) * 8 // blocks)
+
+
+def qkv_bytes(dims: Dims, blocks: int, num_tokens: int, staged: int) -> int:
+    """`Shared` of qkv.cu; `staged` tiles of a block stand in it."""
+    tiles = qkv_tiles(dims, blocks)
     return struct_bytes(
-        *staged,
-        (norm_bytes(dims.hidden), 16),
-        (tiles * live_warps(dims.hidden, 16) * 512, 16),
-        (tiles * 64 * 32, 8),
+        (staged * dims.tile_bytes(dims.hidden), 128),
+        (norm_bytes(dims.hidden, num_tokens), 16),
+        (tiles * partial_bytes(dims.hidden, 16, num_tokens), 16),
+        (tiles * 8 * columns(num_tokens) * 32, 8),
         (8, 8),
     )
 
 
-def linear_bytes(dims: Dims, width: int) -> int:
+def linear_bytes(dims: Dims, width: int, num_tokens: int) -> int:
     """`Shared` of linear.cu."""
-    return struct_bytes((dims.tile_bytes(width), 128), (live_warps(width, 16) * 512, 16), (8, 8))
+    return struct_bytes(
+        (dims.tile_bytes(width), 128), (partial_bytes(width, 16, num_tokens), 16), (8, 8)
+    )
 
 
 def router_rows(dims: Dims) -> int:
@@ -135,15 +153,15 @@ def router_rows(dims: Dims) -> int:
     return -(-dims.experts // (dims.shared_width // 8))
 
 
-def router_bytes(dims: Dims) -> int:
+def router_bytes(dims: Dims, num_tokens: int) -> int:
     """`Shared` of router.cu."""
-    warps = live_warps(dims.hidden, 16)
+    sums = partial_bytes(dims.hidden, 16, num_tokens)
     return struct_bytes(
         (dims.tile_bytes(dims.hidden), 128),
         (router_rows(dims) * dims.hidden * 2, 128),
-        (norm_bytes(dims.hidden), 16),
-        (warps * 512, 16),
-        (warps * 256, 16),
+        (norm_bytes(dims.hidden, num_tokens), 16),
+        (sums, 16),
+        (sums // 2, 16),
         (8, 8),
     )
 
@@ -181,10 +199,13 @@ def route_bytes(dims: Dims) -> int:
     )
 
 
-def gate_up_bytes(dims: Dims, tiles: int) -> int:
-    """`Shared` of gate_up.cu."""
+def gate_up_bytes(dims: Dims, tiles: int, depth: int) -> int:
+    """`Shared` of gate_up.cu, for one token; all but `depth` tiles stand in it."""
+    staged = tiles - depth
     return struct_bytes(
-        (tiles * live_warps(dims.hidden, MOE_WARPS) * 512, 16),
+        (staged * dims.tile_bytes(dims.hidden), 128),
+        (staged * MOE_WARPS * 8, 8),
+        (tiles * partial_bytes(dims.hidden, MOE_WARPS, 1), 16),
         (MOE_WARPS * vectors_per_warp(dims.hidden, MOE_WARPS) * 128, 16),
         (dims.experts * 4, 4),
         (tiles * 4, 4),
@@ -192,7 +213,7 @@ def gate_up_bytes(dims: Dims, tiles: int) -> int:
 
 
 def down_bytes(dims: Dims) -> int:
-    """`Shared` of down.cu."""
+    """`Shared` of down.cu, for one token."""
     jobs = dims.shared_width // dims.width + dims.top_k
     return struct_bytes(
         (8 * dims.tile_bytes(dims.width), 128), (jobs * 512, 16), (256 + 32, 4), (32, 4), (64, 8)
@@ -219,11 +240,11 @@ def experts_bytes(dims: Dims, stages: int) -> int:
     )
 
 
-def stream_bytes(dims: Dims, depth: int, *, norm: bool) -> int:
+def stream_bytes(dims: Dims, depth: int, num_tokens: int, *, norm: bool) -> int:
     """`Shared` of stream.cu."""
-    members = [(2 * depth * live_warps(dims.hidden, 8) * 512, 16)]
+    members = [(2 * depth * partial_bytes(dims.hidden, 8, num_tokens), 16)]
     if norm:
-        members.append((norm_bytes(dims.hidden), 16))
+        members.append((norm_bytes(dims.hidden, num_tokens), 16))
     return struct_bytes(*members, (256, 4), (256, 4))
 
 

@@ -15,8 +15,8 @@ constexpr int TILE_BYTES = tile_bytes(HIDDEN), NUM_TILES = (DIM_N + 15) / 16;
 using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA>;
 
 struct Shared {
-  alignas(16) float partial[2][DEPTH]
-                           [LIVE_WARPS * 128];  // two rounds, so one barrier a round is enough
+  // Two rounds, so one barrier a round is enough.
+  alignas(16) float partial[2][DEPTH][LIVE_WARPS * TILE_SUMS];
 #if HAS_NORM
   InputNorm::Memory norm;
 #endif
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const int next = i + DEPTH * stride;
         if (next < NUM_TILES)
           load_fragment<NV>(w[d], weights + (size_t)next * TILE_BYTES, warp * NV, lane);
-        store_tile(sm.partial[round][d] + warp * 128, tile, lane);
+        store_tile(sm.partial[round][d] + warp * TILE_SUMS, tile, lane);
       }
     }
     __syncthreads();
@@ -77,12 +77,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     for (int j = 0; j < (DEPTH * OUTPUTS + THREADS - 1) / THREADS; j++) {
       const int o = tid + j * THREADS, d = o / OUTPUTS, i = base + d * stride;
       if (d < DEPTH && i < NUM_TILES && token < T) {
-        const float* p = sm.partial[round][d] + o % OUTPUTS;
         const int row = o % OUTPUTS >> 3;
-        const float y = strided_sum<LIVE_WARPS>(p, 128) * unit;
+        const float* p = sm.partial[round][d] + row * COLUMNS + token;
+        const float y = strided_sum<LIVE_WARPS>(p, TILE_SUMS) * unit;
 #if GATED
         const float gate = round_bf16(y);
-        const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 64, 128) * unit);
+        const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 8 * COLUMNS, TILE_SUMS) * unit);
         ((bf16*)out)[(size_t)token * (DIM_N / 2) + i * 8 + row] = to_bf16(silu_exact(gate) * up);
 #else
         const int n = i * 16 + row;

@@ -12,12 +12,14 @@ Steps of more than 8 tokens take the kernels of `tile_tactics`, from the same na
 The classes: blocks of qkv, linear and (one token) gate_up take more than half of an SM's shared
 memory and few registers, those of the router more than half of the registers. So two blocks of one
 kernel never share an SM while another SM idles, and a block of the next kernel still fits beside
-each.
+each. With bf16 weights, one token, blocks of qkv and gate_up take more than half of the registers,
+and one of down, or of the router beside linear, has just room beside them (docs/kernels.md).
 """
 
 from inkrt.plugins.tactic import Float32, Int32, Output, Pointer, Scratch, Tactic
 from inkrt.plugins.w4a16 import tile_tactics
 from inkrt.plugins.w4a16.launches import (
+    Defines,
     Names,
     candidates,
     inverse_frequencies,
@@ -42,6 +44,7 @@ from inkrt.plugins.w4a16.shapes import (
     check_width,
     linear_bytes,
     qkv_bytes,
+    qkv_tiles,
     require,
     stream_bytes,
 )
@@ -67,6 +70,30 @@ def _qkv_blocks(heads: int, tiles: int) -> int:
 def _least_and_most_qkv_blocks(heads: int, num_tokens: int) -> tuple[int, int]:
     # A block has threads for eight tiles, which are one head.
     return max(num_tokens, heads), min(MULTIPROCESSORS, heads * HEAD // 16)
+
+
+def qkv_plan(dims: Dims, num_tokens: int, blocks: int) -> tuple[Defines, int]:
+    """Where the weights of a block of `qkv` go, as macros of qkv.cu, and its shared memory.
+
+    NVFP4 stages all. Of one token in bf16 a tile is staged and one lives in registers, so that a
+    block has room beside one of `down` (docs/kernels.md) and they arrive meanwhile; the others are
+    loaded after the norm, as are all of more tokens.
+
+    Raises:
+        BuildError: a block of NVFP4 has too many tiles.
+    """
+    tiles = qkv_tiles(dims, blocks)
+    if not dims.bf16:
+        staged, early, registers = tiles, 0, 56
+    elif num_tokens == 1:
+        # Few registers, but more than half of them: one block on each SM.
+        staged, early, registers = min(1, tiles - 1), 1, 72 if tiles <= 4 else 128
+    else:
+        staged, early, registers = 0, 0, 128
+    size = check_smem("qkv", qkv_bytes(dims, blocks, num_tokens, staged))
+    if not early:
+        size = max(size, LARGE_BLOCK)
+    return [("STAGED", staged), ("EARLY", early), ("REGISTERS", registers)], size
 
 
 def qkv(
@@ -117,10 +144,11 @@ def qkv(
         "qkv",
         f"{blocks} blocks for {heads} heads and T={num_tokens}, expected {least} to {most}",
     )
+    weights, smem = qkv_plan(dims, num_tokens, blocks)
     defines: list[tuple[str, int | float | str]] = [
         ("HIDDEN", dims.hidden), ("HEADS", dims.heads), ("KV_HEADS", dims.kv_heads),
         ("BLOCKS", blocks), ("RING", ring_rows), ("HAS_DELTA", int(has_delta)),
-        ("ROPE", int(rope_theta is not None)), *variant(dims, num_tokens),
+        ("ROPE", int(rope_theta is not None)), *variant(dims, num_tokens), *weights,
     ]  # fmt: skip
     if rope_theta is not None:
         defines.append(("INV_FREQ", inverse_frequencies(rope_theta)))
@@ -129,7 +157,7 @@ def qkv(
         defines,
         blocks=blocks,
         threads=512,
-        smem=max(check_smem("qkv", qkv_bytes(dims, blocks)), LARGE_BLOCK),
+        smem=smem,
         params=params_of(
             "x delta norm_weight codes global_scale q_norm k_norm k_cache v_cache where position "
             "num_tokens q residual exchange error T eps",
@@ -171,7 +199,7 @@ def linear(
         [("DIM_N", rows), ("DIM_K", width), *variant(dims, num_tokens)],
         blocks=-(-rows // 16),
         threads=512,
-        smem=max(check_smem("linear", linear_bytes(dims, width)), LARGE_BLOCK),
+        smem=max(check_smem("linear", linear_bytes(dims, width, num_tokens)), LARGE_BLOCK),
         params=params_of(
             "x codes global_scale y error T", names, {"y": Output(0), "T": Int32(num_tokens)}
         ),
@@ -336,7 +364,7 @@ def _stream(
         ],
         blocks=blocks,
         threads=256,
-        smem=check_smem(name, stream_bytes(dims, depth, norm=norm)),
+        smem=check_smem(name, stream_bytes(dims, depth, num_tokens, norm=norm)),
         params=params_of(
             "x delta norm_weight codes global_scale out best row residual T eps",
             names,

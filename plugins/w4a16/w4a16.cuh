@@ -50,6 +50,15 @@ INK_DEVICE float tensor_unit(const float* scale) {
   return WEIGHTS ? 1.f : load_weight_float(scale) * UNIT;
 }
 
+// Whether weights are the first to leave the L2, so that what is read again stays.
+constexpr bool ONCE = WEIGHTS && ONE_TOKEN;
+INK_DEVICE void load_weights(void* to_smem, const void* from, u32 num_bytes, u64* bar) {
+  if (ONCE)
+    bulk_load_once(to_smem, from, num_bytes, bar);
+  else
+    bulk_load(to_smem, from, num_bytes, bar);
+}
+
 // ---- one vector ----
 struct Scales {
   u32 low, high;
@@ -149,7 +158,8 @@ INK_DEVICE void load_fragment(Fragment<NV>& f, const u8* tile, int first, int la
     f.codes[i].w = load_weight16(p);
 #else
 #pragma unroll
-    for (int m = 0; m < 4; m++) f.codes[i].w[m] = load_weight16(p + m * 512);
+    for (int m = 0; m < 4; m++)
+      f.codes[i].w[m] = ONCE ? load_weight16_once(p + m * 512) : load_weight16(p + m * 512);
 #endif
   }
 #if WEIGHTS == 0
@@ -233,11 +243,21 @@ INK_DEVICE void multiply_shared(Tile& t, const u8* tile, const Activations<NV>& 
 }
 
 // ---- sums over the warps of a block ----
-// A warp's tile as [row 16][token 8] floats.
+// A warp's tile as [row 16][token COLUMNS] floats.
+constexpr int COLUMNS = ONE_TOKEN ? 1 : MAX_TOKENS, TILE_SUMS = 16 * COLUMNS;
 INK_DEVICE void store_tile(float* p, const Tile& t, int lane) {
-  *(float2*)(p + lane * 2) = make_float2(t.c[0][0] + t.c[1][0], t.c[0][1] + t.c[1][1]);
-  *(float2*)(p + 64 + lane * 2) = make_float2(t.c[0][2] + t.c[1][2], t.c[0][3] + t.c[1][3]);
+  float c[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) c[i] = t.c[0][i] + t.c[1][i];
+  if (!ONE_TOKEN) {
+    *(float2*)(p + lane * 2) = make_float2(c[0], c[1]);
+    *(float2*)(p + 64 + lane * 2) = make_float2(c[2], c[3]);
+  } else if ((lane & 3) == 0) {
+    p[lane >> 2] = c[0];
+    p[8 + (lane >> 2)] = c[2];
+  }
 }
+// The same of a sum in two halves, for any T as [row 16][token 8].
 INK_DEVICE void store_tile(float* p, const Tile (&halves)[2], int lane) {
   float c[4];
 #pragma unroll
@@ -301,8 +321,8 @@ struct Norm {
   static constexpr int BATCH = ONE_TOKEN ? 1 : 4;  // tokens of a group at once
   static_assert(H <= 2048 && H % 8 == 0 && THREADS % 256 == 0, "eight elements a thread");
   struct Memory {  // shared memory
-    alignas(16) bf16 z[MAX_TOKENS * STRIDE];
-    alignas(16) float sums[MAX_TOKENS * GROUP_WARPS];
+    alignas(16) bf16 z[COLUMNS * STRIDE];
+    alignas(16) float sums[COLUMNS * GROUP_WARPS];
     alignas(16) uint4 weight[256];
   };
 

@@ -28,6 +28,8 @@ MIDDLE = Dims(
 )  # fmt: skip
 # Two vectors a warp, as the model.
 WIDE = dataclasses.replace(TINY, hidden=1280, experts=24, width=512, shared_width=512)
+# Three tiles a block of gate_up, of which one is staged.
+WIDE_BF16 = dataclasses.replace(WIDE, bf16=True)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def test_linear_and_embed(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("dims", [TINY, MIDDLE, WIDE])
+@pytest.mark.parametrize("dims", [TINY, MIDDLE, WIDE, WIDE_BF16])
 def test_experts(folder: Path, dims: Dims, reverse: bool) -> None:
     check, failed = checks(folder, dims, reverse=reverse)
     check.moe(has_delta=not reverse, ties=reverse)

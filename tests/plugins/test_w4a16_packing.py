@@ -2,12 +2,14 @@
 
 import dataclasses
 import io
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from cubin import resources
 
-from inkrt.builder.compile import PLUGIN_FOLDER
+from inkrt.builder.compile import PLUGIN_FOLDER, compile_cubin
 from inkrt.errors import BuildError
 from inkrt.plugins.tactic import KernelLaunch, Tactic, TensorArg
 from inkrt.plugins.w4a16 import tactics
@@ -182,7 +184,7 @@ def test_packings_know_their_size() -> None:
         ),
         (lambda: qkv(FLINT, ring=100), "ring_rows=100"),
         (lambda: qkv(FLINT, blocks=133), "133 blocks for 40 heads and T=1, expected 40 to 132"),
-        (lambda: qkv(FLINT, blocks=40), "shared memory"),
+        (lambda: qkv(FLINT, tokens=2, blocks=40), "shared memory"),
         (lambda: qkv(TINY, tokens=8, blocks=7), "expected 8 to 32"),
         (lambda: tactics.moe(Dims(experts=260), 1, eps=1e-6), "experts=260"),
         (lambda: tactics.moe(Dims(width=768), 1, eps=1e-6), "width=768"),
@@ -250,6 +252,32 @@ def assert_no_spills(kernel: KernelLaunch) -> None:
 
 def test_one_kernel_compiles_without_spills() -> None:
     assert_no_spills(tactics.linear(FLINT, 1, rows=2048, width=4096).kernels[0])
+
+
+def test_bf16_blocks_of_one_token_fit_beside_those_of_the_kernel_before() -> None:
+    dims = dataclasses.replace(FLINT, bf16=True)
+    (linear,) = tactics.linear(dims, 1, rows=2048, width=4096).kernels
+    router, gate_up, down = tactics.moe(dims, 1, eps=1e-6).kernels
+    assert shares_of((linear, router)) == (64_512, 217_856)
+    assert shares_of((gate_up, down)) == (61_440, 211_584)
+    for blocks in tactics.qkv_blocks(dims, 1):
+        (qkv_kernel,) = qkv(dims, blocks=blocks).kernels
+        # Beside a block of `down`, but not of its own kind: blocks spread over multiprocessors.
+        assert shares_of((down, qkv_kernel)) == (53_248, 215_296 if blocks > 80 else 216_576)
+        assert 2 * shares_of((qkv_kernel,))[0] > 65_536
+
+
+def shares_of(kernels: Sequence[KernelLaunch]) -> tuple[int, int]:
+    """Registers and shared memory that a block of each takes from a multiprocessor."""
+    pytest.importorskip("cuda.core", reason="NVRTC through cuda.core is not installed")
+    registers = 0
+    for kernel in kernels:
+        used = resources(compile_cubin(kernel.source, kernel.defines, "sm_90a"))["registers"]
+        registers += -(-used // 8) * 8 * kernel.block[0]
+    size = sum(kernel.smem_bytes + 1024 for kernel in kernels)
+    assert registers <= 65_536
+    assert size <= 233_472
+    return registers, size
 
 
 @pytest.mark.slow

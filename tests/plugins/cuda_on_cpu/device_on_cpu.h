@@ -44,6 +44,9 @@ T emu_load(const void* p) {
 static inline uint4 load_weight16(const void* p) {
   return emu_load<uint4>(p);
 }
+static inline uint4 load_weight16_once(const void* p) {
+  return emu_load<uint4>(p);
+}
 static inline uint2 load_weight8(const void* p) {
   return emu_load<uint2>(p);
 }
