@@ -28,8 +28,8 @@ struct Shared {
 };
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
-    gate_up(const bf16* z, const bf16* logits, const u8* weights, const float* scales,
-            bf16* hidden, int* error) {
+    gate_up(const bf16* z, const bf16* logits, const u8* weights, const float* scales, bf16* hidden,
+            int* error) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, stride = gridDim.x;
   const bool live = LIVE_WARPS == WARPS || warp < LIVE_WARPS;
@@ -107,10 +107,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   __syncthreads();
   const int d = tid >> 6, i = blockIdx.x + d * stride;
   if (d < TILES && (tid & 7) == 0 && i < NUM_TILES) {
-    const float* const partial = sm.partial[d] + (tid & 63) / 8 * COLUMNS;
+    const float* const partial = sm.partial[d] + (tid & 63) / 8 * TOKEN_COLUMNS;
     const float unit = WEIGHTS ? 1.f : sm.scale[sm.expert[d]] * UNIT;
     const float gate = strided_sum<LIVE_WARPS>(partial, TILE_SUMS) * unit;
-    const float up = strided_sum<LIVE_WARPS>(partial + 8 * COLUMNS, TILE_SUMS) * unit;
+    const float up = strided_sum<LIVE_WARPS>(partial + 8 * TOKEN_COLUMNS, TILE_SUMS) * unit;
     hidden[i * 8 + ((tid & 63) >> 3)] = to_bf16(silu_approx(gate) * up);
   }
 }

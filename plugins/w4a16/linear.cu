@@ -39,5 +39,5 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 56 : 96)
   __syncthreads();
   if (tid < 128 && token < T && row < DIM_N)
     y[(size_t)token * DIM_N + row] = to_bf16(
-        strided_sum<LIVE_WARPS>(sm.partial + (tid >> 3) * COLUMNS + token, TILE_SUMS) * unit);
+        strided_sum<LIVE_WARPS>(sm.partial + (tid >> 3) * TOKEN_COLUMNS + token, TILE_SUMS) * unit);
 }

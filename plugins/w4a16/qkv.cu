@@ -44,7 +44,7 @@ struct Shared {
 #endif
   InputNorm::Memory norm;
   alignas(16) float partial[TILES * LIVE_WARPS * TILE_SUMS];
-  Finish finish[TILES * 8 * COLUMNS];
+  Finish finish[TILES * 8 * TOKEN_COLUMNS];
   u64 bar;
 };
 
@@ -126,7 +126,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   const int pair = tile * 8 + (tid & 7);
   const bool is_value = head >= HEADS + KV_HEADS, is_query = head < HEADS;
   const bool busy = piece < count && token < T;
-  const int place = (piece * COLUMNS + token) * 8 + (tid & 7);  // of what a busy thread keeps
+  const int place = (piece * TOKEN_COLUMNS + token) * 8 + (tid & 7);  // of what a busy thread keeps
   u64* const words = exchange + (head * MAX_TOKENS + token) * HEAD_TILES;
   if (busy) {
     Finish f = {0, 0, 0, 0, 1, NOT_STORED};
@@ -193,9 +193,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   Finish f = {0, 0, 0, 0, 1, NOT_STORED};
   if (busy) {
     f = sm.finish[place];
-    const float* p = sm.partial + piece * LIVE_WARPS * TILE_SUMS + (tid & 7) * COLUMNS + token;
+    const float* p =
+        sm.partial + piece * LIVE_WARPS * TILE_SUMS + (tid & 7) * TOKEN_COLUMNS + token;
     low = round_bf16(strided_sum<LIVE_WARPS>(p, TILE_SUMS) * f.unit);
-    high = round_bf16(strided_sum<LIVE_WARPS>(p + 8 * COLUMNS, TILE_SUMS) * f.unit);
+    high = round_bf16(strided_sum<LIVE_WARPS>(p + 8 * TOKEN_COLUMNS, TILE_SUMS) * f.unit);
   }
   if (is_value) {
     if (f.row != NOT_STORED) {

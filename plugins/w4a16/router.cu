@@ -15,7 +15,7 @@ struct Shared {
   alignas(128) bf16 router[ROUTER_ROWS * HIDDEN];
   InputNorm::Memory norm;
   alignas(16) float partial[LIVE_WARPS * TILE_SUMS];
-  alignas(16) float logits[LIVE_WARPS * TILE_SUMS / 2];  // [warp][row 8][token COLUMNS]
+  alignas(16) float logits[LIVE_WARPS * TILE_SUMS / 2];  // [warp][row 8][token TOKEN_COLUMNS]
   u64 bar;
 };
 
@@ -77,15 +77,15 @@ extern "C" __global__ void __maxnreg__(56)
   __syncthreads();
   const int token = tid & 7;
   if (tid < 64 && token < T) {
-    const float* p = sm.partial + (tid >> 3) * COLUMNS + token;
+    const float* p = sm.partial + (tid >> 3) * TOKEN_COLUMNS + token;
     const float gate = round_bf16(strided_sum<LIVE_WARPS>(p, TILE_SUMS) * unit);
-    const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 8 * COLUMNS, TILE_SUMS) * unit);
+    const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 8 * TOKEN_COLUMNS, TILE_SUMS) * unit);
     hidden[(size_t)token * SHARED_WIDTH + blockIdx.x * 8 + (tid >> 3)] =
         to_bf16(silu_exact(gate) * up);
   } else if (tid >= 64 && tid < 128 && token < T) {
     const int r = (tid - 64) >> 3;
     if (r < rows)
       logits[(size_t)token * EXPERTS + blockIdx.x * ROUTER_ROWS + r] =
-          to_bf16(strided_sum<LIVE_WARPS>(sm.logits + r * COLUMNS + token, TILE_SUMS / 2));
+          to_bf16(strided_sum<LIVE_WARPS>(sm.logits + r * TOKEN_COLUMNS + token, TILE_SUMS / 2));
   }
 }

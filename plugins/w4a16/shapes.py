@@ -109,7 +109,7 @@ def struct_bytes(*members: tuple[int, int]) -> int:
 
 
 def columns(num_tokens: int) -> int:
-    """`COLUMNS` of w4a16.cuh: tokens that sums and rows in shared memory have room for."""
+    """`TOKEN_COLUMNS` of w4a16.cuh: tokens that sums and rows in shared memory have room for."""
     return 1 if num_tokens == 1 else MAX_TOKENS
 
 

@@ -78,11 +78,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int o = tid + j * THREADS, d = o / OUTPUTS, i = base + d * stride;
       if (d < DEPTH && i < NUM_TILES && token < T) {
         const int row = o % OUTPUTS >> 3;
-        const float* p = sm.partial[round][d] + row * COLUMNS + token;
+        const float* p = sm.partial[round][d] + row * TOKEN_COLUMNS + token;
         const float y = strided_sum<LIVE_WARPS>(p, TILE_SUMS) * unit;
 #if GATED
         const float gate = round_bf16(y);
-        const float up = round_bf16(strided_sum<LIVE_WARPS>(p + 8 * COLUMNS, TILE_SUMS) * unit);
+        const float up =
+            round_bf16(strided_sum<LIVE_WARPS>(p + 8 * TOKEN_COLUMNS, TILE_SUMS) * unit);
         ((bf16*)out)[(size_t)token * (DIM_N / 2) + i * 8 + row] = to_bf16(silu_exact(gate) * up);
 #else
         const int n = i * 16 + row;

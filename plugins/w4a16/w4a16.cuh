@@ -34,9 +34,7 @@ constexpr int CODE_BYTES = WEIGHTS ? 2048 : 512;  // of one vector
 constexpr int CHUNK_BYTES = WEIGHTS ? 8192 : 2304;
 constexpr float UNIT = WEIGHTS ? 1.f : 128.f;
 
-__device__ constexpr int tile_bytes(int k) {
-  return k / 256 * CHUNK_BYTES;
-}
+__device__ constexpr int tile_bytes(int k) { return k / 256 * CHUNK_BYTES; }
 
 // Vectors of a row tile for each of `warps` warps: the same number for every warp that has any.
 __device__ constexpr int vectors_per_warp(int k, int warps) {
@@ -84,9 +82,7 @@ INK_DEVICE void dequantize(u32 (&a)[4], u32 w, Scales s) {
 struct Tile {
   float c[2][4];
 };
-INK_DEVICE Tile zero_tile() {
-  return Tile{{{0, 0, 0, 0}, {0, 0, 0, 0}}};
-}
+INK_DEVICE Tile zero_tile() { return Tile{{{0, 0, 0, 0}, {0, 0, 0, 0}}}; }
 
 struct Tokens {
   uint4 lo, hi;
@@ -243,8 +239,8 @@ INK_DEVICE void multiply_shared(Tile& t, const u8* tile, const Activations<NV>& 
 }
 
 // ---- sums over the warps of a block ----
-// A warp's tile as [row 16][token COLUMNS] floats.
-constexpr int COLUMNS = ONE_TOKEN ? 1 : MAX_TOKENS, TILE_SUMS = 16 * COLUMNS;
+// A warp's tile as [row 16][token TOKEN_COLUMNS] floats.
+constexpr int TOKEN_COLUMNS = ONE_TOKEN ? 1 : MAX_TOKENS, TILE_SUMS = 16 * TOKEN_COLUMNS;
 INK_DEVICE void store_tile(float* p, const Tile& t, int lane) {
   float c[4];
 #pragma unroll
@@ -294,9 +290,7 @@ INK_DEVICE float tree_sum(float x) {
   return x;
 }
 // `tree_sum` of four values with six shuffles: afterwards lane l holds that of value `value_of(l)`.
-INK_DEVICE int value_of(int lane) {
-  return (lane & 1) * 2 + (lane >> 1 & 1);
-}
+INK_DEVICE int value_of(int lane) { return (lane & 1) * 2 + (lane >> 1 & 1); }
 INK_DEVICE float four_sums(const float (&v)[4], int lane) {
   const bool upper = lane & 1, odd = lane & 2;
   const float a = (upper ? v[2] : v[0]) + __shfl_xor_sync(INK_FULL_WARP, upper ? v[0] : v[2], 1);
@@ -321,8 +315,8 @@ struct Norm {
   static constexpr int BATCH = ONE_TOKEN ? 1 : 4;  // tokens of a group at once
   static_assert(H <= 2048 && H % 8 == 0 && THREADS % 256 == 0, "eight elements a thread");
   struct Memory {  // shared memory
-    alignas(16) bf16 z[COLUMNS * STRIDE];
-    alignas(16) float sums[COLUMNS * GROUP_WARPS];
+    alignas(16) bf16 z[TOKEN_COLUMNS * STRIDE];
+    alignas(16) float sums[TOKEN_COLUMNS * GROUP_WARPS];
     alignas(16) uint4 weight[256];
   };
 
@@ -413,9 +407,7 @@ struct Norm {
 };
 
 // Activation of a gated pair in the model's exact form, of rounded or unrounded g and u.
-INK_DEVICE float silu_exact(float g) {
-  return g / (1.f + expf(-g));
-}
+INK_DEVICE float silu_exact(float g) { return g / (1.f + expf(-g)); }
 INK_DEVICE float silu_approx(float g) {
   return g * rcp_approx(1.f + exp2_approx(g * -1.44269504088896341f));
 }
