@@ -23,27 +23,22 @@ namespace attention {
 // q rows of the kv head as the B operand: [half][row][64 dims], 128-byte swizzle. Rows that are no head or
 // no valid token are zero. All loads first, then all stores: in turn each would wait for the one before.
 // All threads.
-struct Query {
-  static constexpr int kPieces = kRows * 16, kShare = (kPieces + kThreads - 1) / kThreads;
+INK_DEVICE void load_q(const Args& args, u8* to, int kv_head, int valid_tokens, int thread) {
+  constexpr int kPieces = kRows * 16, kShare = (kPieces + kThreads - 1) / kThreads;
   uint4 v[kShare];
-
-  INK_DEVICE void load(const Args& args, int kv_head, int valid_tokens, int thread) {
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const int c = thread + i * kThreads, row = c / 16, chunk = c % 16, t = row / 8, h = row % 8;
-      v[i] = make_uint4(0, 0, 0, 0);
-      if (c < kPieces && h < kHeadsPerKv && t < valid_tokens)
-        v[i] = load_act16(args.q + ((size_t)(blockIdx.z * kGroup + t) * kHeads + kv_head * kHeadsPerKv + h) * kDim + chunk * 8);
-    }
+  for (int i = 0; i < kShare; ++i) {
+    const int c = thread + i * kThreads, row = c / 16, chunk = c % 16, t = row / 8, h = row % 8;
+    v[i] = make_uint4(0, 0, 0, 0);
+    if (c < kPieces && h < kHeadsPerKv && t < valid_tokens)
+      v[i] = load_act16(args.q + ((size_t)(blockIdx.z * kGroup + t) * kHeads + kv_head * kHeadsPerKv + h) * kDim + chunk * 8);
   }
-  INK_DEVICE void store(u8* to, int thread) const {
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const int c = thread + i * kThreads, row = c / 16, chunk = c % 16;
-      if (c < kPieces) *(uint4*)(to + chunk / 8 * (kRows * 128) + row * 128 + ((chunk % 8 ^ row % 8) * 16)) = v[i];
-    }
+  for (int i = 0; i < kShare; ++i) {
+    const int c = thread + i * kThreads, row = c / 16, chunk = c % 16;
+    if (c < kPieces) *(uint4*)(to + chunk / 8 * (kRows * 128) + row * 128 + ((chunk % 8 ^ row % 8) * 16)) = v[i];
   }
-};
+}
 
 INK_DEVICE void attend(const Args& args) {
   u8* const smem = dynamic_smem();
@@ -95,14 +90,11 @@ INK_DEVICE void attend(const Args& args) {
     const int first = work.first_item(group), my_item = first + lane * kWarpgroups;
     const bool loads = w == 0 && lane < kStages / kWarpgroups && my_item < work.count;
     int my_page = 0;
-    // Pages come before the queries where a block finds a place before the kernel in front has ended. That of
-    // a step without a window is too large: its queries would only queue behind the pages.
-    const bool is_early = kWindow && passes == 0;
-    auto load_pages = [&](RowsOf rows) {
+    if (loads) {
       my_page = loader.locate(work.page(my_item));
-      for (int is_v = 0; is_v < 2; ++is_v) loader.copy(is_v, my_item % kStages, work.key(my_item), my_page, rows);
-    };
-    if (loads && (is_early || passes > 0)) load_pages(is_early ? kBeforeStep : kAll);
+      for (int is_v = 0; is_v < 2; ++is_v)
+        loader.copy(is_v, my_item % kStages, work.key(my_item), my_page, passes ? kAll : kBeforeStep);
+    }
     int k_page = 0, v_page = 0;  // physical pages of the next refills, fetched one item ahead
     if (group_thread == 0 && first + kStages < work.count) k_page = loader.locate(work.page(first + kStages));
     for (int i = first; i < work.count && i < kStages; i += kWarpgroups)
@@ -117,13 +109,10 @@ INK_DEVICE void attend(const Args& args) {
     state.reset();
     if (passes == 0) {
       pdl_wait();
-      Query query;
-      query.load(args, kv_head, step.count - t0, thread);
-      if (loads && !is_early) load_pages(kAll);
-      if (loads && is_early && work.key(my_item) + kPage > step.start)
+      if (loads && work.key(my_item) + kPage > step.start)
         for (int is_v = 0; is_v < 2; ++is_v)
           loader.copy(is_v, my_item % kStages, work.key(my_item), my_page, kThisStep);
-      query.store(smem + Smem::kQ, thread);
+      load_q(args, smem + Smem::kQ, kv_head, step.count - t0, thread);
     }
 #if ATTN_RELATIVE
     const RelativeBias bias(args, kv_head, t0, lane);
