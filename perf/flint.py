@@ -31,7 +31,7 @@ PROMPT, PROMPT_TARGETS = 8192, (59, 110, 85)
 
 
 # Replays of each cut of a profile, of which there are as many as launches: some 250.
-NARROW_CUT_RUNS, PROMPT_CUT_RUNS = 10, 4
+NARROW_CUT_RUNS, PROMPT_CUT_RUNS = 30, 4
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,8 +134,11 @@ def sanitize_all(engines: list[str], tools: list[str], timeout: float) -> bool:
                 start = time.monotonic()
                 report = sanitize(tool, engine, timeout)
                 say(f"{kind} {tool} ({time.monotonic() - start:.0f} s): {report.summary}")
-                for line in () if report.is_clean else report.lines[:MOST_LINES]:
-                    say(line)
+                if not report.is_clean:
+                    named = Counter(re.findall(r" at (\w+)\+0x", "\n".join(report.lines)))
+                    say(f"named in its lines: {dict(named.most_common())}")
+                    for line in report.lines[:MOST_LINES]:
+                        say(line)
                 is_clean &= report.is_clean
     return is_clean
 
