@@ -99,5 +99,6 @@ def test_tiles_that_warps_share(folder: Path, reverse: bool) -> None:
 def test_bf16_weights(folder: Path) -> None:
     check, failed = checks(folder, dataclasses.replace(TINY, bf16=True))
     check.qkv(**qkv_cases(TINY)[-1])
+    check.moe(has_delta=True, ties=False)
     check.lm_head(**HEAD_CASES[0])
     assert failed == []
