@@ -95,12 +95,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (lane < FIRST_BARS) mbar_init(&sm.first[warp][lane], 2);
   __syncwarp();
   wait_and_trigger();
+  const uint4 bits = warp < T ? load_logits(logits + warp * EXPERTS, lane) : make_uint4(0, 0, 0, 0);
   const float shared_unit = tid < 128 ? tensor_unit(shared_scale) : 0.f;
   Rows<HIDDEN, MAX_TOKENS> z_rows;
   Rows<SHARED_WIDTH, MAX_TOKENS> shared_rows;
   z_rows.load(z, T);  // before the weights: small loads queue behind large ones
   shared_rows.load(shared_hidden, T);
-  route(logits, T, sm.route);  // with block barriers
+  const u32 key = route(bits, T, sm.route);  // with block barriers
   const Route& choice = sm.route;
 
   // The block's tiles are b + BLOCKS t, of which this warp has t = warp, warp + WARPS, ... below
@@ -146,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   auto request = [&]() { ring.request(source()); };
 #pragma unroll 1
   for (int i = 0; i < STAGES; i++) ring.request_first(source());
+  weigh(key, T, sm.route);
   z_rows.store(sm.z[0], T);
   shared_rows.store(sm.shared_hidden[0], T);
 

@@ -11,8 +11,8 @@
 // Of a block's tiles STAGED come to shared memory and EARLY to registers before the wait, the
 // others after the norm: all are staged in NVFP4; in bf16 a tile is large, so one token has one in
 // either place, such that a block fits beside one of `down`, and more tokens take all of them late.
-// The position, the slot and the page table must not change within a step: they are read before the
-// wait too.
+// Nothing else is computed before the wait: a block often starts less than a microsecond in front
+// of it, and a warp that still works then keeps all from the norm.
 //
 // A cache page is 64 tokens of one head: [half of the head][token][64 values], the 16-byte piece c
 // of a row at c ^ (token & 7); see docs/kernels.md. A ring of RING rows is RING / 64 pages of a
@@ -31,20 +31,12 @@ static_assert(LATE >= 0, "more tiles before the wait than there are");
 static_assert(TILES * 64 <= THREADS, "a thread for each pair of rows and token");
 using InputNorm = Norm<HIDDEN, THREADS, HAS_DELTA>;
 
-// What a thread needs to finish its pair, kept in shared memory so that the norm has the registers.
-struct Finish {
-  float unit, norm_low, norm_high, sine, cosine;
-  u64 row;  // byte offset of the token's row in the cache, or NOT_STORED
-};
-constexpr u64 NOT_STORED = ~0ull;
-
 struct Shared {
 #if STAGED
   alignas(128) u8 weights[STAGED * TILE_BYTES];
 #endif
   InputNorm::Memory norm;
   alignas(16) float partial[TILES * LIVE_WARPS * TILE_SUMS];
-  Finish finish[TILES * 8 * TOKEN_COLUMNS];
   u64 bar;
 };
 
@@ -119,37 +111,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #endif
   InputNorm::load_weight(sm.norm, norm_weight);
 
-  // Each thread below 64 count finishes one rotary pair of one token: rows `pair` and `pair` + 64.
-  const int piece = tid >> 6, token = tid >> 3 & 7;
-  const u32 row_tile = first + piece;  // unsigned: quotients take fewer instructions
-  const int head = row_tile / HEAD_TILES, tile = row_tile % HEAD_TILES;
-  const int pair = tile * 8 + (tid & 7);
-  const bool is_value = head >= HEADS + KV_HEADS, is_query = head < HEADS;
-  const bool busy = piece < count && token < T;
-  const int place = (piece * TOKEN_COLUMNS + token) * 8 + (tid & 7);  // of what a busy thread keeps
-  u64* const words = exchange + (head * MAX_TOKENS + token) * HEAD_TILES;
-  if (busy) {
-    Finish f = {0, 0, 0, 0, 1, NOT_STORED};
-    f.unit = tensor_unit(scale);
-    const bf16* head_norm = is_query ? q_norm : k_norm;
-    f.norm_low = to_float(head_norm[pair]);
-    f.norm_high = to_float(head_norm[pair + HEAD / 2]);
-    const u32 p = load_act_int(position) + token;
-#if ROPE
-    sin_cos(__fmul_rn((float)p, INVERSE_FREQUENCIES[pair]), f.sine, f.cosine);
-#endif
-    if (!is_query && token < load_act_int(num_tokens)) {
-#if RING
-      const int page = load_act_int(where) * (RING / PAGE) + p % RING / PAGE;
-#else
-      const int page = load_act_int(where + p / PAGE);
-#endif
-      const int kv = is_value ? head - HEADS - KV_HEADS : head - HEADS, r = p % PAGE;
-      f.row = ((u64)page * KV_HEADS + kv) * PAGE_BYTES + r * 128 + (((pair >> 3) ^ (r & 7)) << 4) +
-              (pair & 7) * 2;
-    }
-    sm.finish[place] = f;
-  }
   // Behind all loads that are waited for.
 #if EARLY
   Fragment<NV> w[EARLY];
@@ -162,6 +123,29 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   wait_and_trigger();
   InputNorm::run(sm.norm, x, delta, eps, residual, nullptr, T,
                  blockIdx.x < T ? (int)blockIdx.x : -1);
+  // Each thread below 64 count finishes one rotary pair of one token: rows `pair` and `pair` + 64.
+  // What it needs is on its way while the tiles are multiplied.
+  const int piece = tid >> 6, token = tid >> 3 & 7;
+  const u32 row_tile = first + piece;  // unsigned: quotients take fewer instructions
+  const int head = row_tile / HEAD_TILES, tile = row_tile % HEAD_TILES;
+  const int pair = tile * 8 + (tid & 7);
+  const bool is_value = head >= HEADS + KV_HEADS, is_query = head < HEADS;
+  const bool busy = piece < count && token < T;
+  u64* const words = exchange + (head * MAX_TOKENS + token) * HEAD_TILES;
+  float unit = 0;
+  u32 norm_low = 0, norm_high = 0, p = 0, slot = 0;
+  bool is_stored = false;
+  if (busy) {
+    const bf16* const head_norm = (is_query ? q_norm : k_norm) + pair;
+    unit = tensor_unit(scale);
+    norm_low = load_weight2(head_norm);
+    norm_high = load_weight2(head_norm + HEAD / 2);
+    p = load_act_int(position) + token;
+    if (!is_query) is_stored = token < load_act_int(num_tokens);
+#if RING
+    slot = load_act_int(where);
+#endif
+  }
   // Only this block writes the words of its tiles, so they tell the last launch's number.
   u32 number = 0;
   if (busy && !is_value) number = (u32)(load_relaxed(words + tile) >> 32) + 1;
@@ -190,58 +174,68 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   if (piece >= count) return;  // whole warps
 
   float low = 0, high = 0;
-  Finish f = {0, 0, 0, 0, 1, NOT_STORED};
   if (busy) {
-    f = sm.finish[place];
-    const float* p =
+    const float* const sums =
         sm.partial + piece * LIVE_WARPS * TILE_SUMS + (tid & 7) * TOKEN_COLUMNS + token;
-    low = round_bf16(strided_sum<LIVE_WARPS>(p, TILE_SUMS) * f.unit);
-    high = round_bf16(strided_sum<LIVE_WARPS>(p + 8 * TOKEN_COLUMNS, TILE_SUMS) * f.unit);
+    low = round_bf16(strided_sum<LIVE_WARPS>(sums, TILE_SUMS) * unit);
+    high = round_bf16(strided_sum<LIVE_WARPS>(sums + 8 * TOKEN_COLUMNS, TILE_SUMS) * unit);
   }
+  // Where a row of keys or values goes, as a byte offset in the cache.
+  auto cache_row = [&]() {
+    const int page = RING ? (int)slot * (RING / PAGE) + p % (RING ? RING : 1) / PAGE
+                          : load_act_int(where + p / PAGE);
+    const int kv = (head - HEADS) % KV_HEADS, r = p % PAGE;
+    return ((u64)page * KV_HEADS + kv) * PAGE_BYTES + r * 128 + (((pair >> 3) ^ (r & 7)) << 4) +
+           (pair & 7) * 2;
+  };
   if (is_value) {
-    if (f.row != NOT_STORED) {
-      *(bf16*)(v_cache + f.row) = to_bf16(low);
-      *(bf16*)(v_cache + f.row + PAGE_BYTES / 2) = to_bf16(high);
-    }
+    if (!is_stored) return;
+    const u64 row = cache_row();
+    *(bf16*)(v_cache + row) = to_bf16(low);
+    *(bf16*)(v_cache + row + PAGE_BYTES / 2) = to_bf16(high);
     return;
   }
   float squares = fmaf(high, high, low * low);
 #pragma unroll
   for (int o = 1; o < 8; o <<= 1) squares += __shfl_xor_sync(INK_FULL_WARP, squares, o);
-  // Lane i of eight gives tile i's sum: the own one, or what its block hands over.
-  if (busy) {
-    if ((tid & 7) == tile) {
-      store_relaxed(words + tile, (u64)number << 32 | __float_as_uint(squares));
-    } else {
-      u64 word = 0;
-      u32 spins = 0;
+  // Lane i of eight gives tile i's sum: the own one, or what its block hands over. That takes a
+  // while, in which the angle and the row are found.
+  const bool gives = (tid & 7) == tile;
+  if (busy && gives) store_relaxed(words + tile, (u64)number << 32 | __float_as_uint(squares));
+  float sine = 0, cosine = 1;
+#if ROPE
+  if (busy) sin_cos(__fmul_rn((float)p, INVERSE_FREQUENCIES[pair]), sine, cosine);
+#endif
+  const u64 row = is_stored ? cache_row() : 0;
+  if (busy && !gives) {
+    u64 word = 0;
+    u32 spins = 0;
 #pragma unroll 1
-      while ((u32)((word = load_relaxed(words + (tid & 7))) >> 32) != number)
-        if (++spins == INK_SPIN_LIMIT) {
-          report_error(error, ERROR_SENTINEL);
-          break;
-        }
-      squares = __uint_as_float((u32)word);
-    }
+    while ((u32)((word = load_relaxed(words + (tid & 7))) >> 32) != number)
+      if (++spins == INK_SPIN_LIMIT) {
+        report_error(error, ERROR_SENTINEL);
+        break;
+      }
+    squares = __uint_as_float((u32)word);
   }
   __syncwarp();
 #pragma unroll
   for (int o = 1; o < 8; o <<= 1) squares += __shfl_xor_sync(INK_FULL_WARP, squares, o);
   if (!busy) return;
   const float r = inverse_rms(squares, 1.f / HEAD, eps);
-  low = round_bf16(low * r * f.norm_low);
-  high = round_bf16(high * r * f.norm_high);
+  low = round_bf16(low * r * to_float(norm_low));
+  high = round_bf16(high * r * to_float(norm_high));
 #if ROPE
-  const float a = __fsub_rn(__fmul_rn(low, f.cosine), __fmul_rn(high, f.sine));
-  high = __fadd_rn(__fmul_rn(high, f.cosine), __fmul_rn(low, f.sine));
+  const float a = __fsub_rn(__fmul_rn(low, cosine), __fmul_rn(high, sine));
+  high = __fadd_rn(__fmul_rn(high, cosine), __fmul_rn(low, sine));
   low = a;
 #endif
   if (is_query) {
     bf16* out = q_out + (size_t)token * HEADS * HEAD + head * HEAD + pair;
     out[0] = to_bf16(low);
     out[HEAD / 2] = to_bf16(high);
-  } else if (f.row != NOT_STORED) {
-    *(bf16*)(k_cache + f.row) = to_bf16(low);
-    *(bf16*)(k_cache + f.row + PAGE_BYTES / 2) = to_bf16(high);
+  } else if (is_stored) {
+    *(bf16*)(k_cache + row) = to_bf16(low);
+    *(bf16*)(k_cache + row + PAGE_BYTES / 2) = to_bf16(high);
   }
 }

@@ -72,75 +72,72 @@ INK_DEVICE float routing_weight(u32 key, int lane) {
   return round_bf16(s / (sum + 1e-20f));
 }
 
-// Lane k < TOP_K: expert of rank k and its weight.
-INK_DEVICE void top_experts(const bf16* logits, int lane, int& expert, float& weight) {
-  Keys keys = keys_of(load_logits(logits, lane), lane);
+// Lane k < TOP_K: key of rank k. bits: the token's logits, from `load_logits`.
+INK_DEVICE u32 top_key(uint4 bits, int lane) {
+  Keys keys = keys_of(bits, lane);
   u32 mine = 0;
 #pragma unroll 1  // few instructions, which a launch must fetch before it can run them
   for (int k = 0; k < TOP_K; k++) {
     const u32 best = take_largest(keys);
     if (lane == k) mine = best;
   }
-  expert = expert_of(mine);
-  weight = routing_weight(mine, lane);
+  return mine;
 }
 
 // One token: the expert of each rank. ROUTE_WARPS warps; weights may be read after a block barrier.
 INK_DEVICE const int* choose(const bf16* logits, int lane, int warp, SoloRoute& r) {
-  int expert;
-  float weight;
-  top_experts(logits, lane, expert, weight);
+  const u32 key = top_key(load_logits(logits, lane), lane);
+  const float weight = routing_weight(key, lane);
   if (lane < TOP_K) {
-    r.expert[warp][lane] = expert;
+    r.expert[warp][lane] = expert_of(key);
     if (warp == 0) r.weight[lane] = weight;
   }
   __syncwarp();
   return r.expert[warp];
 }
 
-// T > 1 tokens; at least ROUTE_WARPS warps. Contains block barriers, also at the end.
-INK_DEVICE void route(const bf16* logits, int T, Route& r) {
+// T > 1 tokens; at least ROUTE_WARPS warps. Contains block barriers, also at the end; `weight`
+// comes after them, see `weigh`. bits: logits of token `warp`. Gives this lane's key for `weigh`.
+INK_DEVICE u32 route(uint4 bits, int T, Route& r) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   if (tid < 8) r.bits[tid] = 0;
   for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += ROUTE_WARPS * 32)
     ((u32*)r.rank)[i] = 0xFFFFFFFFu;
-  if (warp < T) {
-    int expert;
-    float weight;
-    top_experts(logits + warp * EXPERTS, lane, expert, weight);
-    if (lane < TOP_K) {
-      r.chosen[warp][lane] = expert;
-      r.weight[warp][lane] = weight;
-    }
-  }
+  const u32 key = warp < T ? top_key(bits, lane) : 0;
+  const bool is_choice = warp < T && lane < TOP_K;
+  const int chosen = expert_of(key);
   __syncthreads();
-  if (tid < T * TOP_K) {
-    const int e = r.chosen[tid / TOP_K][tid % TOP_K];
-    atomicOr(&r.bits[e >> 5], 1u << (e & 31));
-  }
+  if (is_choice) atomicOr(&r.bits[chosen >> 5], 1u << (chosen & 31));
   __syncthreads();
-  auto place_of = [&](int e) {  // of a distinct expert
-    int u = 0;
+  // A distinct expert's place is the number of those below it: in words before its own, and in it.
+  const u32 word = r.bits[lane & 7];
+  int below = __popc(word);
 #pragma unroll
-    for (int q = 0; q < 8; q++)
-      u += __popc(r.bits[q] & (q < e >> 5    ? INK_FULL_WARP
-                               : q == e >> 5 ? (1u << (e & 31)) - 1
-                                             : 0));
-    return u;
-  };
-  const bool is_expert = tid < EXPERTS && r.bits[tid >> 5] >> (tid & 31) & 1;
-  const int token = tid / TOP_K, k = tid % TOP_K;
-  if (is_expert) r.expert[place_of(tid)] = tid;
-  if (tid < T * TOP_K) {
-    const int u = place_of(r.chosen[token][k]);
-    r.rank[u][token] = k;
-    r.index[token][k] = u;
+  for (int o = 1; o < 8; o <<= 1) {
+    const int lower = __shfl_up_sync(INK_FULL_WARP, below, o);
+    if ((lane & 7) >= o) below += lower;
   }
-  if (tid == 0) {
-    int n = 0;
-    for (int q = 0; q < 8; q++) n += __popc(r.bits[q]);
-    r.num_experts = n;
+  if (tid == 7) r.num_experts = below;
+  below -= __popc(word);
+  auto place_of = [&](int e) {
+    return __shfl_sync(INK_FULL_WARP, below, e >> 5) +
+           __popc(__shfl_sync(INK_FULL_WARP, word, e >> 5) & ((1u << (e & 31)) - 1));
+  };
+  const int place = place_of(tid & 255), place_of_choice = place_of(chosen);
+  if (tid < EXPERTS && r.bits[tid >> 5] >> (tid & 31) & 1) r.expert[place] = tid;
+  if (is_choice) {
+    r.chosen[warp][lane] = chosen;
+    r.rank[place_of_choice][warp] = lane;
+    r.index[warp][lane] = place_of_choice;
   }
   __syncthreads();
+  return key;
+}
+// The weights, from what `route` gave; to be read behind a block barrier.
+INK_DEVICE void weigh(u32 key, int T, Route& r) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (warp >= T) return;
+  const float weight = routing_weight(key, lane);
+  if (lane < TOP_K) r.weight[warp][lane] = weight;
 }
 #endif  // INK_ROUTE_CUH

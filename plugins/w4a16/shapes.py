@@ -136,7 +136,6 @@ def qkv_bytes(dims: Dims, blocks: int, num_tokens: int, staged: int) -> int:
         (staged * dims.tile_bytes(dims.hidden), 128),
         (norm_bytes(dims.hidden, num_tokens), 16),
         (tiles * partial_bytes(dims.hidden, 16, num_tokens), 16),
-        (tiles * 8 * columns(num_tokens) * 32, 8),
         (8, 8),
     )
 

@@ -10,11 +10,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int lane = threadIdx.x & 31, token = blockIdx.x * WARPS + (threadIdx.x >> 5);
   wait_and_trigger();
   if (token >= load_act_int(num_tokens)) return;
-  int expert;
-  float weight;
-  top_experts(logits + (size_t)token * EXPERTS, lane, expert, weight);
+  const u32 key = top_key(load_logits(logits + (size_t)token * EXPERTS, lane), lane);
+  const float weight = routing_weight(key, lane);
   if (lane < TOP_K) {
-    chosen[token * TOP_K + lane] = expert;
+    chosen[token * TOP_K + lane] = expert_of(key);
     weights[token * TOP_K + lane] = weight;
   }
 }
