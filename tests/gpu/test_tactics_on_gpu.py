@@ -102,6 +102,7 @@ def test_prices_add_up(folder):
             num_bytes = launch_bytes(config, plan, CONTEXT)
             rows = price_rows(price_launches(timer, plan, inputs, 40, whole, num_bytes))
             assert sum(row["us"] for row in rows) == pytest.approx(whole)
-            # A launch costs something, but for noise, and the largest is one of the layers'.
-            assert all(row["us"] > -1.0 for row in rows)
+            # A launch costs something, but for noise, of which a step has some percent.
+            least = min(rows, key=lambda row: row["us"])
+            assert least["us"] > -0.03 * whole, (least["op"], least["us"], whole)
             assert rows[0]["op"] == ("flint_layers" if step.num_tokens == 1 else "flint_moe")
