@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from inkrt.runtime.engine import Engine
     from inkrt.runtime.llm import LLM
     from inkrt.runtime.sampling_params import SamplingParams
+    from inkrt.runtime.spec.config import SpeculativeConfig
 
 __version__ = "0.1.0.dev0"
-__all__ = ["LLM", "Engine", "InkError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Engine", "InkError", "SamplingParams", "SpeculativeConfig", "__version__"]
 
 _HOMES = {
     "LLM": "inkrt.runtime.llm",
     "Engine": "inkrt.runtime.engine",
     "InkError": "inkrt.errors",
     "SamplingParams": "inkrt.runtime.sampling_params",
+    "SpeculativeConfig": "inkrt.runtime.spec.config",
 }
 
 logging.getLogger("inkrt").addHandler(logging.NullHandler())

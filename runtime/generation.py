@@ -15,6 +15,8 @@ from inkrt.runtime.output import Delta, FinishReason
 from inkrt.runtime.rebuild import rebuild_with
 from inkrt.runtime.sampling_params import MAX_SEED, SamplingParams
 from inkrt.runtime.session import Session, check_tokens
+from inkrt.runtime.spec.round import Speculator
+from inkrt.runtime.spec.stats import SpeculationStats
 from inkrt.runtime.stop import StopMatcher
 from inkrt.runtime.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -51,9 +53,11 @@ class Generation:
         prompt: checked by `check_request`.
         params: sampling and stopping.
         tokenizer: makes the text; None leaves it empty.
+        speculator: takes several tokens a step where it can; None takes one.
 
     Attributes:
         state: "prefill" until the prompt is read, then "decode", at last "finished".
+        stats: what speculation has done so far.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class Generation:
         prompt: Sequence[int],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
+        speculator: Speculator | None = None,
     ) -> None:
         config = session.config
         self.state: Literal["prefill", "decode", "finished"] = "prefill"
@@ -78,7 +83,9 @@ class Generation:
         )
         room = config.max_seq_len - len(prompt)
         self._num_left = room if params.max_tokens is None else min(room, params.max_tokens)
-        self._last_token = -1
+        self.stats = SpeculationStats()
+        self._speculator = speculator
+        self._timeline = list(prompt)  # with the token that no step has read yet
         self._decoder = (
             IncrementalDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
             if tokenizer
@@ -87,7 +94,7 @@ class Generation:
         self._matcher = StopMatcher(params.stop, include_match=params.include_stop_str_in_output)
 
     def advance(self) -> Delta:
-        """Run one step: a piece of the prompt, or one token.
+        """Run one step: a piece of the prompt, one token, or a round of speculation.
 
         Raises:
             CapacityError: the pages are exhausted. Whatever it raises, the generation has ended.
@@ -95,17 +102,14 @@ class Generation:
         assert self.state != "finished", "the generation has ended"
         try:
             if self.state == "decode":
-                num_more = self._num_left - 1
-                token = self._session.decode(self._last_token, self._sampling, num_more=num_more)
-            else:
-                start = self._session.length
-                piece = self._prompt[start : start + self._session.widest_step]
-                output = self._session.prefill(piece, self._sampling, wants_logits=False)
-                if self._session.length < len(self._prompt):
-                    return Delta("", ())
-                self.state = "decode"
-                token = int(output.tokens[-1])
-            return self._take(token)
+                return self._decode()
+            start = self._session.length
+            piece = self._prompt[start : start + self._session.widest_step]
+            output = self._session.prefill(piece, self._sampling, wants_logits=False)
+            if self._session.length < len(self._prompt):
+                return Delta("", ())
+            self.state = "decode"
+            return self._take(int(output.tokens[-1]))
         except BaseException:
             self.close()
             raise
@@ -120,8 +124,24 @@ class Generation:
         self.state = "finished"
         self._session.close()
 
+    def _decode(self) -> Delta:
+        if self._speculator is None:
+            num_more = self._num_left - 1
+            return self._take(
+                self._session.decode(self._timeline[-1], self._sampling, num_more=num_more)
+            )
+        step = self._speculator.run(self._session, self._timeline, self._sampling, self._num_left)
+        deltas: list[Delta] = []
+        for token in step.tokens:  # what stands behind the end was never asked for
+            deltas.append(self._take(token))
+            if self.state == "finished":
+                break
+        accepted = min(len(deltas), len(step.tokens) - 1)
+        self.stats.count(step.drafted, accepted, len(deltas))
+        return Delta.join(deltas)
+
     def _take(self, token: int) -> Delta:
-        self._last_token = token
+        self._timeline.append(token)
         self._num_left -= 1
         is_eos = token in self._eos
         is_stop_token = is_eos or token in self._params.stop_token_ids

@@ -20,6 +20,9 @@ from inkrt.runtime.engine import Engine
 from inkrt.runtime.generation import Generation, check_request
 from inkrt.runtime.output import CompletionOutput, Delta, RequestOutput
 from inkrt.runtime.sampling_params import SamplingParams
+from inkrt.runtime.spec.config import SpeculativeConfig
+from inkrt.runtime.spec.round import Speculator
+from inkrt.runtime.spec.stats import SpeculationStats
 
 if TYPE_CHECKING:
     from inkrt.runtime.chat import Message
@@ -36,10 +39,17 @@ class _Request:
     params: SamplingParams
     generation: Generation | None = None
     deltas: list[Delta] = field(default_factory=list)
+    has_ended: bool = False
 
     def output(self) -> RequestOutput:
+        assert self.generation is not None
         completion = CompletionOutput.join(self.deltas)
-        return RequestOutput(self.request_id, tuple(self.prompt), (completion,))
+        return RequestOutput(
+            self.request_id,
+            tuple(self.prompt),
+            (completion,),
+            speculation=self.generation.stats,
+        )
 
 
 class LLM:
@@ -51,18 +61,34 @@ class LLM:
     Args:
         folder: an engine folder, written by ink-build.
         verify: also compare the sha256 of every file.
+        speculative: who proposes tokens; None for nobody. What is generated does not depend on it.
 
     Attributes:
         engine: the open engine; its sessions must not run beside this object's calls.
         default_params: used where a call gives none.
+        speculation: what speculation has done in all requests that have ended.
 
     Raises:
+        RequestError: the engine cannot speculate like this.
         InkError: see `Engine.open`.
     """
 
-    def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        verify: bool = False,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
         self.default_params = _default_params(Path(folder))
         self.engine = Engine.open(folder, verify=verify)
+        self.speculation = SpeculationStats()
+        self._speculative = speculative or SpeculativeConfig()
+        try:
+            self._width = self._speculative.width(self.engine.config)
+        except BaseException:
+            self.engine.close()
+            raise
         # Reentrant: the garbage collector may close a forgotten stream while its thread holds it.
         self._lock = threading.RLock()
         self._numbers = count()
@@ -223,8 +249,13 @@ class LLM:
         with self._lock:
             if not must and self.engine.states.num_free_slots == 0:
                 return False
+            drafter = self._speculative.make_drafter()
             request.generation = Generation(
-                self.engine.session(), request.prompt, request.params, self.engine.tokenizer
+                self.engine.session(),
+                request.prompt,
+                request.params,
+                self.engine.tokenizer,
+                Speculator(drafter, self._width) if drafter else None,
             )
             return True
 
@@ -237,8 +268,10 @@ class LLM:
 
     def _end(self, request: _Request) -> None:
         with self._lock:
-            if request.generation is not None:
+            if request.generation is not None and not request.has_ended:
+                request.has_ended = True
                 request.generation.close()
+                self.speculation.add(request.generation.stats)
 
 
 def _default_params(folder: Path) -> SamplingParams:

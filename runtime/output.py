@@ -1,8 +1,10 @@
 """What generation gives back: deltas while it runs, outputs at the end."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from inkrt.runtime.spec.stats import SpeculationStats
 
 FinishReason = Literal["stop", "length"]
 
@@ -26,6 +28,16 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    @classmethod
+    def join(cls, deltas: "Sequence[Delta]") -> "Delta":
+        """One delta that says what several, at least one, say in turn."""
+        return cls(
+            "".join(delta.text for delta in deltas),
+            tuple(token for delta in deltas for token in delta.token_ids),
+            deltas[-1].finish_reason,
+            deltas[-1].stop_reason,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
@@ -44,13 +56,8 @@ class CompletionOutput:
     @classmethod
     def join(cls, deltas: Sequence[Delta]) -> "CompletionOutput":
         """The completion that the deltas of one generation make up."""
-        return cls(
-            index=0,
-            text="".join(delta.text for delta in deltas),
-            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-            finish_reason=deltas[-1].finish_reason,
-            stop_reason=deltas[-1].stop_reason,
-        )
+        whole = Delta.join(deltas)
+        return cls(0, whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +69,11 @@ class RequestOutput:
         prompt_token_ids: the prompt as the model saw it.
         outputs: one completion.
         finished: always true; callers of other engines look for it.
+        speculation: what speculation did; without rounds where it was off.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool = True
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)

@@ -126,8 +126,20 @@ class Session:
             output = self._run(step, piece, sampling, wants_logits=wants_logits and is_last)
         return StepOutput(output.tokens[-1:], output.logits[-1:])
 
-    def step(self, tokens: Sequence[int], sampling: Sampling) -> StepOutput:
+    def num_writable(self, num_tokens: int) -> int:
+        """How many of the next `num_tokens` positions a step can write and give up again now."""
+        self._require_open()
+        return self._states.num_writable(self._sequence, num_tokens)
+
+    def step(
+        self, tokens: Sequence[int], sampling: Sampling, *, wants_logits: bool = True
+    ) -> StepOutput:
         """Append tokens in one decode or verify step.
+
+        Args:
+            tokens: at least one.
+            sampling: for every row.
+            wants_logits: whether the output has logits, which takes time.
 
         Returns:
             One row per token: row i is what follows tokens[: i + 1].
@@ -145,7 +157,7 @@ class Session:
                 f"takes {widest}; use prefill",
                 param="tokens",
             )
-        return self._run(step, ids, sampling)
+        return self._run(step, ids, sampling, wants_logits=wants_logits)
 
     def decode(self, token: int, sampling: Sampling, *, num_more: int = 0) -> int:
         """Append one token in a decode step and give the token drawn after it.

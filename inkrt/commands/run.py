@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from inkrt.runtime.chat import Message
     from inkrt.runtime.llm import LLM
     from inkrt.runtime.sampling_params import SamplingParams
+    from inkrt.runtime.spec.stats import SpeculationStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,14 @@ class Stats:
         output_tokens: tokens generated, the end token included.
         first_token_s: from asking to the first token, reading of the prompt included.
         total_s: from asking to the last token.
+        speculation: what speculation did.
     """
 
     prompt_tokens: int
     output_tokens: int
     first_token_s: float
     total_s: float
+    speculation: "SpeculationStats | None" = None
 
     def __str__(self) -> str:
         line = (
@@ -43,6 +46,17 @@ class Stats:
         decode_s = self.total_s - self.first_token_s
         if self.output_tokens > 1 and decode_s > 0:
             line += f", then {(self.output_tokens - 1) / decode_s:.1f} tokens/s"
+        spec = self.speculation
+        if spec is not None and spec.rounds:
+            places = zip(spec.accepted_at, spec.drafted_at, strict=True)
+            shares = " ".join(
+                f"{accepted / drafted:.0%}" for accepted, drafted in places if drafted
+            )
+            line += (
+                f"; {spec.rounds} rounds of {spec.acceptance_length:.2f} tokens and "
+                f"{spec.plain_steps} plain steps, {spec.accepted} of {spec.drafted} drafts "
+                f"accepted, by place {shares}"
+            )
         return line
 
 
@@ -75,10 +89,17 @@ def run(
         float | None, typer.Option(help="Leave out tokens below this share of the likeliest.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a generation.")] = None,
+    spec: Annotated[
+        str, typer.Option(help="Who drafts tokens: none, or ngram (what followed before).")
+    ] = "none",
+    draft_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to draft.  [default: as many as fit a step]")
+    ] = None,
 ) -> None:
     """Generate text with an engine.
 
-    Sampling options that are not given follow the model's generation_config.json.
+    Sampling options that are not given follow the model's generation_config.json. The answer does
+    not depend on who drafts.
     """
     if prompt is None and not interactive:
         if sys.stdin.isatty():
@@ -86,7 +107,9 @@ def run(
         prompt = sys.stdin.read()
 
     from inkrt.runtime.llm import LLM
+    from inkrt.runtime.spec.config import SpeculativeConfig
 
+    speculative = SpeculativeConfig(cast("Any", spec), draft_tokens)  # it checks the name itself
     choices = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -96,7 +119,7 @@ def run(
         "seed": seed,
     }
     given: dict[str, Any] = {name: value for name, value in choices.items() if value is not None}
-    with LLM(engine) as llm:
+    with LLM(engine, speculative=speculative) as llm:
         dialog = Dialog(llm, replace(llm.default_params, **given), is_chat=chat, show_stats=stats)
         if prompt is not None:
             dialog.say(prompt)
@@ -140,6 +163,7 @@ class Dialog:
         else:
             stream = self._llm.stream(prompt, self._params)
         num_tokens, first, text = 0, started, ""
+        before = self._llm.speculation.copy()
         try:
             for delta in stream:
                 if num_tokens == 0:
@@ -157,7 +181,13 @@ class Dialog:
         if self._show_stats:
             sys.stdout.flush()
             prompt_tokens = self._count(prompt, messages)
-            stats = Stats(prompt_tokens, num_tokens, first - started, ended - started)
+            stats = Stats(
+                prompt_tokens,
+                num_tokens,
+                first - started,
+                ended - started,
+                self._llm.speculation.since(before),
+            )
             console.say(str(stats), is_result=False)
 
     def _count(self, prompt: str, messages: "list[Message]") -> int:

@@ -20,6 +20,8 @@ from inkrt.errors import CapacityError
 from inkrt.runtime import llm as llm_module
 from inkrt.runtime.generation import Delta
 from inkrt.runtime.sampling_params import SamplingParams
+from inkrt.runtime.spec.config import SpeculativeConfig
+from inkrt.runtime.spec.stats import SpeculationStats
 
 
 class FakeLLM:
@@ -27,8 +29,9 @@ class FakeLLM:
 
     opened: ClassVar[list["FakeLLM"]] = []
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, speculative: SpeculativeConfig) -> None:
+        self.folder, self.speculative = folder, speculative
+        self.speculation = SpeculationStats()
         self.default_params = SamplingParams(temperature=0.7, top_k=5)
         self.asked: list[Any] = []
         self.is_closed = False
@@ -67,6 +70,9 @@ class FakeLLM:
             yield Delta("", (99,), "stop")
         finally:
             self.streams_closed += 1
+            if self.speculative.method != "none":
+                for drafted, accepted in ((3, 2), (2, 0), (0, 0)):
+                    self.speculation.count(drafted, accepted, accepted + 1)
 
 
 @pytest.fixture(autouse=True)
@@ -208,3 +214,24 @@ def test_help_imports_nothing_heavy() -> None:
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_who_drafts_reaches_the_llm_and_stats_say_what_it_did() -> None:
+    options = ["--spec", "ngram", "--draft-tokens", "3", "--stats"]
+    result = invoke("engine", "-i", *options, stdin="one\ntwo\n")
+    assert result.exit_code == 0
+    assert the_llm().speculative == SpeculativeConfig("ngram", 3)
+    # The same for both answers: counts are those of one.
+    line = (
+        "; 2 rounds of 2.00 tokens and 1 plain steps, 2 of 5 drafts accepted, by place 50% 50% 0%"
+    )
+    assert result.stderr.count(line) == 2
+    FakeLLM.opened.clear()
+    assert invoke("engine", "-p", "x", "--stats").stderr.endswith("tokens/s\n")
+    assert the_llm().speculative == SpeculativeConfig("none")
+
+
+def test_an_unknown_drafter_is_refused_by_name() -> None:
+    result = invoke("engine", "-p", "x", "--spec", "eagle")
+    assert result.exit_code != 0
+    assert FakeLLM.opened == []

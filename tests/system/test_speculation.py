@@ -1,0 +1,87 @@
+"""Whole engines: the same output with and without speculation, across rings and pages."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from inkrt.builder.build import build_engine
+from inkrt.builder.options import BuildOptions
+from inkrt.engines.tiny.checkpoint import write_checkpoint
+from inkrt.runtime.llm import LLM
+from inkrt.runtime.sampling_params import SamplingParams
+from inkrt.runtime.spec import config
+from inkrt.runtime.spec.config import SpeculativeConfig
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=0.3, top_k=5, seed=3, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=1.0, top_p=0.8, min_p=0.02, seed=4, max_tokens=40, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module", params=["inkling2", "flint"])
+def folder(request, make_engine, tmp_path_factory) -> Path:
+    if request.param == "inkling2":
+        return make_engine("float32", num_layers=6, max_batch_size=3)
+    base = tmp_path_factory.mktemp("flint")
+    write_checkpoint(base / "checkpoint", seed=2, dtype="float32", model="flint")
+    options = BuildOptions(max_seq_len=250, max_batch_size=3)
+    build_engine(base / "checkpoint", base / "engine", options)
+    return base / "engine"
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(11)
+    piece = [rng.randrange(vocab_size) for _ in range(20)]
+    return [piece, piece[:3] * 15]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "cool", "filtered"])
+def test_output_is_that_of_plain_decoding(folder: Path, params: SamplingParams) -> None:
+    with LLM(folder) as llm:
+        tokens = prompts(llm.engine.config.model.vocab_size)
+        plain = [output.outputs for output in llm.generate(tokens, params)]
+    speculative = SpeculativeConfig("ngram")
+    with LLM(folder, speculative=speculative) as llm:
+        outputs = llm.generate(tokens, params)
+        stats = llm.speculation
+    assert [output.outputs for output in outputs] == plain
+    assert stats.emitted == len(tokens) * (params.max_tokens - 1)
+    assert stats.rounds > 0
+    assert stats.accepted > 0 or params.temperature == 1.0
+
+
+class Oracle:
+    """Proposes 0 to 7 tokens of the plain output and then wrong ones."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = text
+        self.rights = [n for first in range(8) for second in range(8) for n in (first, second)]
+        random.Random(0).shuffle(self.rights)
+
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        place, right = len(tokens), min(self.rights.pop(), most)
+        assert list(tokens) == self.text[:place]
+        wrong = [token ^ 1 for token in self.text[place + right : place + most]]
+        return [*self.text[place : place + right], *wrong]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_any_number_of_drafts_may_be_right(
+    folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=130, ignore_eos=True)
+    with LLM(folder) as llm:
+        prompt = prompts(llm.engine.config.model.vocab_size)[0]
+        (plain,) = llm.generate([prompt], params)[0].outputs
+    oracle = Oracle([*prompt, *plain.token_ids])
+    monkeypatch.setattr(config, "NgramDrafter", lambda: oracle)
+    with LLM(folder, speculative=SpeculativeConfig("ngram")) as llm:
+        (output,) = llm.generate([prompt], params)[0].outputs
+        stats = llm.speculation
+    assert output == plain
+    assert stats.plain_steps <= 1  # where one token is left, there is nothing to draft
+    assert min(stats.accepted_at) > 0
+    assert stats.rounds > 20
