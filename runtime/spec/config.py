@@ -10,6 +10,9 @@ from inkrt.runtime.spec.drafter import Drafter, NgramDrafter
 
 Method = Literal["none", "ngram"]
 
+WIDEST_STEP = 8  # that ink-build makes
+OPTION = "--max-verify-tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
@@ -55,10 +58,13 @@ class SpeculativeConfig:
         widest = max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)
         wanted = self.num_draft_tokens or max(widest - 1, 1)
         if self.method != "none" and wanted > widest - 1:
-            rebuild = rebuild_with(config.rebuild_command, "--max-verify-tokens", wanted + 1)
+            mend = f"draft at most {widest - 1}" if widest > 1 else "leave speculation off"
+            if wanted < WIDEST_STEP:
+                command = config.rebuild_command
+                mend += f" or rebuild with: {rebuild_with(command, OPTION, wanted + 1)}"
             raise RequestError(
                 f"{wanted} draft tokens need a verify step of {wanted + 1}, the widest of this "
-                f"engine takes {widest}; draft fewer or rebuild with: {rebuild}",
+                f"engine takes {widest}; {mend}",
                 param="num_draft_tokens",
             )
         return wanted

@@ -355,11 +355,14 @@ def test_what_an_engine_cannot_verify_is_refused(
     tmp_path: Path, fake_executors: list[FakeExecutor]
 ) -> None:
     write_engine(tmp_path / "wide")
-    with pytest.raises(RequestError, match=r"8 draft tokens need a verify step of 9.*takes 8.*-v"):
+    with pytest.raises(RequestError, match=r"step of 9, the widest .* 8; draft at most 7$"):
         LLM(tmp_path / "wide", speculative=SpeculativeConfig("ngram", 8))
-    steps = make_config().steps
-    write_engine(tmp_path / "none", steps=(steps[0], steps[-1]))
-    with pytest.raises(RequestError, match=r"1 draft tokens need .* of 2, the widest .* takes 1"):
+    decode, *verify, prefill = make_config().steps
+    write_engine(tmp_path / "narrow", steps=(decode, *verify[:2], prefill))
+    with pytest.raises(RequestError, match=r"takes 3; draft at most 2 or .*--max-verify-tokens 6$"):
+        LLM(tmp_path / "narrow", speculative=SpeculativeConfig("ngram", 5))
+    write_engine(tmp_path / "none", steps=(decode, prefill))
+    with pytest.raises(RequestError, match=r"^1 draft tokens .* 1; leave .* off or rebuild"):
         LLM(tmp_path / "none", speculative=SpeculativeConfig("ngram"))
     assert all(executor.is_closed for executor in fake_executors)
     LLM(tmp_path / "none").close()
