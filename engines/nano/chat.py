@@ -154,7 +154,9 @@ def call_json(name: str, arguments: Mapping[str, Any]) -> str:
     return f'{{"name":{json.dumps(name, ensure_ascii=False)},"args":{compact_json(arguments)}}}'
 
 
-def render(chat: Conversation, encoder: Encoder, *, add_generation_prompt: bool = False) -> Rendered:
+def render(
+    chat: Conversation, encoder: Encoder, *, add_generation_prompt: bool = False
+) -> Rendered:
     """Token ids of a conversation; only an assistant's messages are to be predicted.
 
     The marker that begins an answer is part of the prompt: it is not predicted. Those that begin

@@ -72,7 +72,9 @@ def make_filler(documents: Sequence[list[int]], encoder: TextEncoder) -> Filler:
     return fill
 
 
-def passkey(random: Random, fill: Filler, distance: int, *, room: int = CONTEXT - 128) -> tasks.Task:
+def passkey(
+    random: Random, fill: Filler, distance: int, *, room: int = CONTEXT - 128
+) -> tasks.Task:
     """A passkey task with about `distance` tokens between the number and the question."""
     before = random.randrange(room - distance) if room > distance and random.random() < 0.5 else 0
     return tasks.passkey(random, fill(random, before), fill(random, distance))

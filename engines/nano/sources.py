@@ -47,7 +47,28 @@ class _Plain(html.parser.HTMLParser):
     """Collects text: blocks become lines, what is for browsers is dropped."""
 
     BLOCKS = frozenset(
-        "p div h1 h2 h3 h4 h5 h6 li tr pre table ul ol dl dt dd br blockquote section".split()
+        [
+            "p",
+            "div",
+            "h1",
+            "h2",
+            "h3",
+            "h4",
+            "h5",
+            "h6",
+            "li",
+            "tr",
+            "pre",
+            "table",
+            "ul",
+            "ol",
+            "dl",
+            "dt",
+            "dd",
+            "br",
+            "blockquote",
+            "section",
+        ]
     )
     DROPPED = frozenset({"script", "style", "head", "nav", "svg"})
 
@@ -187,9 +208,7 @@ SOURCES = (
     Source("python3.11-doc", "PSF-2.0", "documentation of Python", _python),
     Source("postgresql-doc-15", "PostgreSQL", "documentation of PostgreSQL", _postgresql),
     Source("sqlite3-doc", "public domain", "documentation of SQLite", _sqlite),
-    Source(
-        "bible-kjv-text", "public domain (1611)", "King James Bible", _bible, ("bible-kjv",)
-    ),
+    Source("bible-kjv-text", "public domain (1611)", "King James Bible", _bible, ("bible-kjv",)),
     Source(
         "r-cran-janeaustenr", "MIT; novels in the public domain", "Jane Austen, novels", _austen
     ),

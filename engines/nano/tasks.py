@@ -118,7 +118,9 @@ def _total(random: Random) -> Task:
     names, thing = random.sample(NAMES, 3), random.choice(THINGS)
     counts = [random.randint(2, 50) for _ in names]
     parts = [f"{name} has {count}" for name, count in zip(names, counts, strict=True)]
-    question = f"{parts[0]} {thing}, {parts[1]} and {parts[2]}. How many {thing} have they together?"
+    question = (
+        f"{parts[0]} {thing}, {parts[1]} and {parts[2]}. How many {thing} have they together?"
+    )
     a, b, c = counts
     steps = f"{a} + {b} = {a + b}. {a + b} + {c} = {a + b + c}."
     return Task("reasoning", f"{a}+{b}+{c}", question, str(a + b + c), steps)
