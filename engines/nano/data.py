@@ -200,7 +200,8 @@ def build(out: Path, cache: Path) -> dict[str, Any]:
     texts = sources.load(cache)
     seen: set[str] = set()
     for text in texts:
-        text.documents[:] = [d for d in text.documents if not (d in seen or seen.add(d))]
+        text.documents[:] = [d for d in dict.fromkeys(text.documents) if d not in seen]
+        seen.update(text.documents)
     nothing: Filler = lambda _random, _size: ""  # noqa: E731
     spoken = [
         str(sample(kind, Random(place), nothing, frozenset()).messages)

@@ -80,7 +80,8 @@ class TextEncoder:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         tokenizer.encode_special_tokens = True
-        self._special = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        self._special = {token: vocabulary[token] for token in SPECIAL_TOKENS}
 
     def encode(self, text: str) -> list[int]:
         """Ids of ordinary text."""
