@@ -1,0 +1,1 @@
+"""A small trained Inkling-2 checkpoint: its data, its training and its export."""
