@@ -182,7 +182,9 @@ def test_signal_gives_exit_code_130(tmp_path: Path) -> None:
     """The real entry point, waiting for stdin when Ctrl-C comes."""
     started = tmp_path / "started"
     code = (
-        "import pathlib, sys\n"
+        "import pathlib, signal, sys\n"
+        # A shell's background job, in which tests may run, starts with this signal ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Waiting:\n"
         "    def isatty(self): return False\n"
         "    def read(self):\n"
