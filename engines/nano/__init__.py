@@ -1,1 +1,1 @@
-"""`inkling2-nano`: a small trained Inkling-2 and its drafters, and the scripts that make them."""
+"""A small trained Inkling-2 checkpoint: its data, its training and its export."""

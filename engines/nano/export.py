@@ -23,7 +23,6 @@ _FLOAT32_ENDS = ("mlp.gate.weight", "mlp.gate.bias", "sconv.weight")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "special_tokens_map.json",
     "chat_template.jinja",
 )
 
@@ -67,7 +66,7 @@ def write_checkpoint(model: Nano, out: Path, tokenizer: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     save_file(published_tensors(model), out / "model.safetensors", metadata={"format": "pt"})
     write_json(out / "config.json", config_values(model.config))
-    generation = {"eos_token_id": model.config.eos_token_id, "do_sample": True, "temperature": 1.0}
+    generation = {"do_sample": True, "temperature": 1.0, "eos_token_id": model.config.eos_token_id}
     write_json(out / "generation_config.json", generation)
     for name in _TOKENIZER_FILES:
         if (tokenizer / name).exists():

@@ -96,5 +96,3 @@ def test_every_parameter_learns(model: Nano) -> None:
     trained.logits(trained(tokens).final).square().mean().backward()
     for name, parameter in trained.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
-
-
