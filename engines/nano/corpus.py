@@ -5,6 +5,7 @@ is to be predicted, `starts` int64: where documents begin), tokenizer.json and t
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-EOS_TOKEN = "<|content_model_end_sampling|>"  # noqa: S105 (a token of text)
+EOS_TOKEN = "<|content_model_end_sampling|>"
 OPEN_SEQUENCES = 64  # that packing looks at for a place
 
 
@@ -150,3 +151,9 @@ def pack(documents: Documents, length: int, seed: int) -> Packed:
             segment[row, place] = number
             at += end - begin
     return Packed(*(torch.from_numpy(array) for array in (tokens, loss, position, segment)))
+
+
+def say(line: str) -> None:
+    """Print a line of a script's log at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

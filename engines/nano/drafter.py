@@ -1,7 +1,7 @@
 """DSpark drafter in the Qwen3 flavour, for training and export.
 
-Anchor-first blocks: row k of a block anchored at position P stands at P + k, sees the context before
-P and the whole block, and predicts the token at P + k + 1. Embedding and vocabulary projection are
+Anchor-first blocks: row k of a block anchored at position P stands at P + k, sees the context
+before P and the whole block, and predicts the token at P + k + 1. Embedding and vocabulary projection are
 the target's, frozen. Embedding rows enter raw, without the target's `embed_norm`. Base logits pass
 the target's final soft-cap; the head's bias is added after it, uncapped.
 
@@ -419,8 +419,13 @@ def as_layout(
         block = {"block_size": dspark.pop("block_size")}
         nested = dspark | {"attention_mode": "gqa", "projector_type": "dspark"}
         nested["confidence_head_alpha"] = 1.0
-        many = {"num_target_layers": target.config.num_hidden_layers, "dflash_config": nested}
-        return {"architectures": ["DSparkDraftModel"], **backbone, **block, **many}, tensors
+        block["num_target_layers"] = target.config.num_hidden_layers
+        return {
+            "architectures": ["DSparkDraftModel"],
+            **backbone,
+            **block,
+            "dflash_config": nested,
+        }, tensors
     # This layout names what enters a layer, the others what leaves it.
     entering = [layer + 1 for layer in dspark.pop("target_layer_ids")]
     return {

@@ -2,9 +2,9 @@
 
     python -m inkrt.engines.nano.evaluate DATA CHECKPOINT
 
-A task is solved if greedy decoding gives its reply token for token, end included. That is so exactly
-if every token of the reply is the likeliest after the prompt and the reply's tokens before it, which
-one forward over prompt and reply tells.
+A task is solved if greedy decoding gives its reply token for token, end included. That is so
+exactly if every token of the reply is the likeliest after the prompt and the reply's tokens before
+it, which one forward over prompt and reply tells.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from inkrt.engines.nano import export
+from inkrt.engines.nano.corpus import say
 from inkrt.engines.nano.model import Nano
 
 
@@ -23,7 +24,9 @@ from inkrt.engines.nano.model import Nano
 def solved(model: Nano, tasks: list[dict[str, Any]], batch: int) -> list[bool]:
     """Whether each task's `reply` is what greedy decoding gives after its `prompt`."""
     device = model.embed.weight.device
-    order = sorted(range(len(tasks)), key=lambda i: len(tasks[i]["prompt"]) + len(tasks[i]["reply"]))
+    order = sorted(
+        range(len(tasks)), key=lambda i: len(tasks[i]["prompt"]) + len(tasks[i]["reply"])
+    )
     is_solved = [False] * len(tasks)
     for begin in range(0, len(order), batch):
         numbers = order[begin : begin + batch]
@@ -60,7 +63,7 @@ def main() -> None:
     model = export.read_model(options.checkpoint, dtype).to(device).eval()
     tasks = json.loads((options.data / "tasks.json").read_text())
     for name, (right, count) in accuracies(tasks, solved(model, tasks, options.batch)).items():
-        print(f"{name}: {right}/{count} = {right / count:.1%}")
+        say(f"{name}: {right}/{count} = {right / count:.1%}")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def plain_rows(tokens: Tensor) -> Rows:
 def unit_rms(x: Tensor, eps: float) -> Tensor:
     """`x` over the root of its mean square along the last dimension, in float32."""
     x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    unit: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return unit
 
 
 def l2_clip(x: Tensor, threshold: float) -> Tensor:
@@ -531,9 +532,12 @@ class Nano(nn.Module):
     @torch.no_grad()
     def balance(self, rate: float) -> None:
         """Move every router's bias by `rate` towards equal loads in the last forward."""
-        for layer in self.layers:
-            gate = layer.mlp.gate
-            gate.bias += rate * (gate.load.mean() - gate.load).sign()
+        for gate in self.gates():
+            gate.bias.add_(rate * (gate.load.mean() - gate.load).sign())
+
+    def gates(self) -> list[Gate]:
+        """The router of every layer."""
+        return [module for module in self.modules() if isinstance(module, Gate)]
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:

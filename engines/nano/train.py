@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from inkrt.engines.nano import corpus, export
-from inkrt.engines.nano.corpus import Packed
+from inkrt.engines.nano.corpus import Packed, say
 from inkrt.engines.nano.model import Nano, NanoConfig, Rows, count_parameters
 from inkrt.engines.nano.optimizer import Muon, Schedule
 
@@ -35,24 +35,23 @@ def main() -> None:
     config = NanoConfig(vocabulary.padded_size, vocabulary.size, vocabulary.eos)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = Nano(config, dtype).to(device)
-    print(f"{count_parameters(model)} parameters, {config}", flush=True)
+    say(f"{count_parameters(model)} parameters, {config}")
     begun = time.perf_counter()
     documents = corpus.read_documents(options.data / "train.npz")
     packed = corpus.pack(documents, options.length, options.seed).to(device)
     filled = (packed.segment >= 0).float().mean().item()
-    print(
+    say(
         f"{len(documents.tokens)} tokens in {len(documents.starts)} documents, "
         f"{len(packed.tokens)} sequences {filled:.1%} filled, "
         f"packed in {time.perf_counter() - begun:.0f} s",
-        flush=True,
     )
     train(model, packed, options)
     model.eval()
     for kind, held in heldout(options.data, options.length).items():
         loss, count = mean_loss(model, held.to(device), options.batch)
-        print(f"held-out {kind}: loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {count} tokens")
+        say(f"held-out {kind}: loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {count} tokens")
     export.write_checkpoint(model, options.out, options.data)
-    print(f"written {options.out}", flush=True)
+    say(f"written {options.out}")
 
 
 def heldout(data: Path, length: int) -> dict[str, Packed]:
@@ -82,7 +81,7 @@ def train(model: Nano, packed: Packed, options: argparse.Namespace) -> None:
         order = order[options.batch :]
         schedule.set(progress)
         loss = run(model, batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in (muon, adam):
             optimizer.step()
@@ -93,7 +92,7 @@ def train(model: Nano, packed: Packed, options: argparse.Namespace) -> None:
         if step == 1:
             torch.cuda.synchronize() if device.type == "cuda" else None
             started = logged = time.perf_counter()
-            print(f"step 1 loss {loss.item():.3f} after {started - begun:.0f} s", flush=True)
+            say(f"step 1 loss {loss.item():.3f} after {started - begun:.0f} s")
         if step % 10 == 0 and device.type == "cuda":
             torch.cuda.synchronize()  # the clock must not run ahead of the device
         now = time.perf_counter()
@@ -103,18 +102,17 @@ def train(model: Nano, packed: Packed, options: argparse.Namespace) -> None:
             now = time.perf_counter()
             rate = len(losses) * options.batch * options.length / (now - logged)
             worst = max(_imbalance(model))
-            print(
+            say(
                 f"step {step} {now - started:.0f} s loss {mean:.4f} {rate / 1e3:.0f} K tokens/s "
                 f"busiest expert {worst:.2f}",
-                flush=True,
             )
             losses, logged = [], now
-    print(f"{step} steps, {step * options.batch * options.length / 1e6:.1f} M tokens", flush=True)
+    say(f"{step} steps, {step * options.batch * options.length / 1e6:.1f} M tokens")
 
 
 def _imbalance(model: Nano) -> list[float]:
     """Load of each layer's busiest expert over the mean load."""
-    loads = [layer.mlp.gate.load for layer in model.layers]
+    loads = [gate.load for gate in model.gates()]
     return [(load.max() / load.mean().clamp_min(1e-9)).item() for load in loads]
 
 
@@ -160,7 +158,8 @@ def batch_loss(model: Nano, batch: Packed) -> Tensor:
 def mean_loss(model: Nano, packed: Packed, batch_size: int) -> tuple[float, int]:
     """Mean cross entropy in nats per counted token, and their number."""
     total, count = 0.0, 0
-    for rows in torch.arange(len(packed.tokens), device=packed.tokens.device).split(batch_size):
+    numbers = torch.arange(len(packed.tokens), device=packed.tokens.device)
+    for rows in torch.split(numbers, batch_size):
         losses, counts = token_losses(model, packed.pick(rows))
         total += (losses * counts).sum().item()
         count += int(counts.sum())

@@ -3,8 +3,8 @@
     python -m inkrt.engines.nano.train_drafter DATA CHECKPOINT --minutes 5
 
 All heads train at once on one backbone, from one forward of the frozen target: teacher forcing,
-0.1 cross entropy + 0.9 L1 distance + binary cross entropy of the confidence, rows weighted exp(-k/4).
-Reports acceptance on held-out documents at temperature 1 along their own tokens.
+0.1 cross entropy + 0.9 L1 distance + binary cross entropy of the confidence, rows weighted
+exp(-k/4). Reports acceptance on held-out documents at temperature 1 along their own tokens.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from inkrt.engines.nano import corpus, export
-from inkrt.engines.nano.corpus import Packed
+from inkrt.engines.nano.corpus import Packed, say
 from inkrt.engines.nano.drafter import (
     HEADS,
     Blocks,
@@ -43,14 +43,14 @@ def main() -> None:
     heads: tuple[Head, ...] = tuple(options.heads)
     drafter = Drafter(drafter_config(target), heads, dtype).to(device)
     size = sum(parameter.numel() for parameter in drafter.parameters())
-    print(f"{size} parameters, {drafter.config}", flush=True)
+    say(f"{size} parameters, {drafter.config}")
     documents = corpus.read_documents(options.data / "train.npz")
     packed = corpus.pack(documents, options.length, options.seed + 1).to(device)
     train(target, drafter, packed, options)
     for kind, held in heldout(options.data, options.length).items():
         report(target, drafter, held.to(device), kind, options)
     embed_in_checkpoint(options.checkpoint, drafter, options.embed)
-    print(f"head {options.embed} is in {options.checkpoint}", flush=True)
+    say(f"head {options.embed} is in {options.checkpoint}")
 
 
 def sample_blocks(batch: Packed, block: int, num: int, generator: torch.Generator) -> Blocks:
@@ -157,10 +157,9 @@ def train(target: Nano, drafter: Drafter, packed: Packed, options: argparse.Name
         progress = step / options.steps if options.steps else (now - started) / options.minutes / 60
         if step % LOG_EVERY == 0 or step == 1 or progress >= 1.0:
             lengths = " ".join(f"{kind} {length.item():.2f}" for kind, length in means.items())
-            print(
+            say(
                 f"step {step} {now - started:.0f} s loss {total.item():.4f} "
                 f"about accepted: {lengths} ({now - logged:.1f} s)",
-                flush=True,
             )
             logged = now
 
@@ -178,9 +177,8 @@ def report(
     draws = torch.Generator(held.tokens.device).manual_seed(1)
     accepts: dict[str, list[Tensor]] = {kind: [] for kind in drafter.heads}
     confidences: dict[str, list[Tensor]] = {kind: [] for kind in drafter.heads}
-    for rows in torch.split(  # type: ignore[no-untyped-call]
-        torch.arange(len(held.tokens), device=held.tokens.device), options.batch
-    ):
+    numbers = torch.arange(len(held.tokens), device=held.tokens.device)
+    for rows in torch.split(numbers, options.batch):
         batch = held.pick(rows)
         blocks = sample_blocks(batch, drafter.config.block_size, options.anchors, draws)
         whole = blocks.counts.all(-1)
@@ -196,13 +194,12 @@ def report(
         lengths[kind] = (1 + survival.sum(-1)).mean().item()
         binary = functional.binary_cross_entropy_with_logits(logits, accept).item()
         error = calibration_error(logits.sigmoid().flatten(), accept.flatten())
-        print(
+        say(
             f"held-out {name}, head {kind}, {len(accept)} blocks: length {lengths[kind]:.3f}\n"
             f"  conditional {_row(accept.mean(0))}\n"
             f"  unconditional {_row(survival.mean(0))}\n"
             f"  conditional, weighted by survival {_row(_given_survival(accept, survival))}\n"
             f"  confidence: BCE {binary:.4f}, ECE {error:.4f}",
-            flush=True,
         )
     return lengths
 

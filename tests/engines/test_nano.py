@@ -1,12 +1,28 @@
 """The training model of inkling2-nano against transformers, and the scripts around it."""
 
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from inkrt.engines.inkling2.config import parse_config
+from inkrt.engines.inkling2.weights import weight_sources
+from inkrt.engines.interface import Sharding
 from inkrt.engines.nano import export
-from inkrt.engines.nano.model import Nano, NanoConfig, Rows, shear
+from inkrt.engines.nano.corpus import Documents, pack
+from inkrt.engines.nano.drafter import (
+    HEADS,
+    Drafter,
+    as_layout,
+    choose_head,
+    drafter_config,
+    embed_in_checkpoint,
+    head_tensors,
+)
+from inkrt.engines.nano.evaluate import solved
+from inkrt.engines.nano.model import Nano, NanoConfig, Rows, plain_rows, shear
 
 SMALL = NanoConfig(
     vocab_size=96,
@@ -37,9 +53,9 @@ def model() -> Nano:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or "attn_res" in name or "sink" in name or "rel_logits" in name:
-                parameter += 0.4 * torch.randn(parameter.shape)
-        for layer in model.layers:
-            layer.mlp.gate.bias.copy_(0.2 * torch.randn(SMALL.n_routed_experts))
+                parameter.add_(0.4 * torch.randn(parameter.shape))
+        for gate in model.gates():
+            gate.bias.copy_(0.2 * torch.randn(SMALL.n_routed_experts))
     return model.eval()
 
 
@@ -93,6 +109,135 @@ def test_every_parameter_learns(model: Nano) -> None:
     trained = Nano(dataclasses.replace(SMALL, num_hidden_layers=7))
     trained.load_state_dict(model.state_dict(), strict=False)
     tokens = torch.randint(0, 90, (2, 30))
-    trained.logits(trained(tokens).final).square().mean().backward()
+    torch.autograd.backward(trained.logits(trained(tokens).final).square().mean())
     for name, parameter in trained.named_parameters():
-        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_every_tensor_has_a_place_in_our_engine(model: Nano) -> None:
+    """The engine's weight map finds what it reads under the names that are exported."""
+    tensors = export.published_tensors(model)
+    config = parse_config(export.config_values(SMALL))
+    sources = weight_sources(config, frozenset(tensors), 0, Sharding(1, "width"))
+    read = {part.name for source in sources.values() for part in source.parts}
+    assert read == set(tensors)
+
+
+@pytest.fixture(scope="module")
+def drafter(model: Nano) -> Drafter:
+    """Untrained drafter of the small model, its second Markov table not zero."""
+    torch.manual_seed(5)
+    drafter = Drafter(drafter_config(model), HEADS).eval()
+    torch.nn.init.normal_(drafter.markov_w2.weight, std=0.3)
+    return drafter.requires_grad_(False)
+
+
+def test_blocks_depend_on_nothing_behind_the_anchor(model: Nano, drafter: Drafter) -> None:
+    """All blocks of a sequence at once give what one block with its own context gives."""
+    tokens = torch.randint(0, 90, (1, 40))
+    rows = plain_rows(tokens)
+    anchors = torch.tensor([[0, 1, 13, 30]])
+    with torch.no_grad():
+        taps = model(tokens, taps=drafter.config.target_layer_ids).taps
+    hidden = drafter(model, taps, tokens, rows.position, rows.segment, anchors)
+    for number, anchor in enumerate(anchors[0].tolist()):
+        short = slice(0, anchor + 1)
+        alone = drafter(
+            model,
+            [tap[:, short] for tap in taps],
+            tokens[:, short],
+            rows.position[:, short],
+            rows.segment[:, short],
+            anchors[:, number : number + 1],
+        )
+        torch.testing.assert_close(alone[:, 0], hidden[:, number])
+        spoiled = [tap.clone() for tap in taps]
+        for tap in spoiled:
+            tap[:, anchor:] = 100.0
+        same = drafter(
+            model, spoiled, tokens, rows.position, rows.segment, anchors[:, number : number + 1]
+        )
+        torch.testing.assert_close(same[:, 0], hidden[:, number])
+
+
+def test_rnn_head_is_the_recurrence_of_its_exported_tensors(model: Nano, drafter: Drafter) -> None:
+    """Logits and confidence, recomputed from a drafter folder's tensors for one block."""
+    tensors = {name: value.double() for name, value in head_tensors(drafter, "rnn").items()}
+    rounded = Drafter(drafter.config, ("rnn",))
+    names = {"markov_head.joint_proj": "heads.rnn.joint_proj"}
+    names |= {"confidence_head.proj": "heads.rnn.confidence", "markov_head.markov": "markov"}
+    state = {}
+    for name, value in tensors.items():
+        new = name
+        for old, replacement in names.items():
+            new = new.replace(old, replacement)
+        state[new] = value.float()
+    rounded.load_state_dict(state)
+    hidden, previous = torch.randn(7, 48), torch.randint(0, 90, (7,))
+    logits, confidence = rounded.draft("rnn", model, hidden, previous)
+    base = 30 * torch.tanh(hidden.double() @ model.unembed.weight[:90].double().T / 30)
+    joint, bias = (tensors[f"markov_head.joint_proj.{x}"] for x in ("weight", "bias"))
+    rank = drafter.config.markov_rank
+    memory = torch.zeros(rank).double()
+    for row in range(7):
+        e, h = tensors["markov_head.markov_w1.weight"][previous[row]], hidden[row].double()
+        u = joint @ torch.cat([memory, e, h]) + bias
+        gate = u[:rank].sigmoid()
+        memory = gate * memory + (1 - gate) * u[rank : 2 * rank].tanh()
+        expected = base[row] + tensors["markov_head.markov_w2.weight"][:90] @ u[2 * rank :].tanh()
+        torch.testing.assert_close(logits[row].double(), expected, atol=1e-4, rtol=1e-4)
+        weight, offset = (tensors[f"confidence_head.proj.{x}"] for x in ("weight", "bias"))
+        sure = (weight @ torch.cat([h, e]) + offset)[0]
+        torch.testing.assert_close(confidence[row].double(), sure, atol=1e-4, rtol=1e-4)
+
+
+def test_heads_of_a_checkpoint_can_be_exchanged(
+    model: Nano, drafter: Drafter, tmp_path: Path
+) -> None:
+    """Each head comes back whole; the target's tensors stay."""
+    folder = tmp_path / "rnn"
+    export.write_checkpoint(model, folder, tmp_path)
+    embed_in_checkpoint(folder, drafter, "rnn")
+    for kind in HEADS:
+        choose_head(folder, tmp_path / f"as-{kind}", kind)
+        tensors = export.read_tensors(tmp_path / f"as-{kind}")
+        expected = {f"dspark.{k}": v for k, v in head_tensors(drafter, kind).items()}
+        expected |= export.published_tensors(model)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_layouts_name_the_same_taps(model: Nano, drafter: Drafter) -> None:
+    """Outputs of layers in two layouts, what enters the next layer in the third."""
+    deepspec, _ = as_layout(drafter, "gated", model, "deepspec")
+    specforge, _ = as_layout(drafter, "gated", model, "specforge")
+    speculators, _ = as_layout(drafter, "gated", model, "speculators")
+    assert deepspec["target_layer_ids"] == [5, 11, 12]
+    assert specforge["dflash_config"]["target_layer_ids"] == [5, 11, 12]
+    assert speculators["aux_hidden_state_layer_ids"] == [6, 12, 13]
+
+
+def test_packing_keeps_every_token_once() -> None:
+    """Documents shorter and longer than a sequence; no first token is to be predicted."""
+    sizes = [3, 16, 1, 40, 7, 9, 12]
+    starts = np.append(0, np.cumsum(sizes))[:-1]
+    tokens = np.arange(sum(sizes), dtype=np.uint16)
+    packed = pack(Documents(tokens, np.ones(len(tokens), np.uint8), starts), 16, 1)
+    used = packed.segment >= 0
+    assert sorted(packed.tokens[used].tolist()) == tokens.tolist()
+    assert not packed.loss[packed.position == 0].any()
+    assert not packed.loss[~used].any()
+
+
+def test_a_task_is_solved_only_if_all_of_its_reply_is(model: Nano) -> None:
+    """Against decoding token by token."""
+    prompt = [5, 17, 3, 80]
+    text = list(prompt)
+    with torch.no_grad():
+        for _ in range(6):
+            text.append(int(model.logits(model(torch.tensor([text])).final)[0, -1].argmax()))
+    right = {"prompt": prompt, "reply": text[4:]}
+    wrong = {"prompt": prompt, "reply": [*text[4:-1], (text[-1] + 1) % 90]}
+    longer = {"prompt": [9] * 30, "reply": [1]}
+    assert solved(model, [right, wrong, longer], 3)[:2] == [True, False]
