@@ -1,32 +1,26 @@
-"""DSpark drafter in the Qwen3 flavour, for training and export.
+"""DSpark drafter in the Qwen3 flavour, for training.
 
 Anchor-first blocks: row k of a block anchored at position P stands at P + k, sees the context
-before P and the whole block, and predicts the token at P + k + 1. Embedding and vocabulary projection are
-the target's, frozen. Embedding rows enter raw, without the target's `embed_norm`. Base logits pass
-the target's final soft-cap; the head's bias is added after it, uncapped.
+before P and the whole block, and predicts the token at P + k + 1. Embedding and vocabulary
+projection are the target's, frozen. Embedding rows enter raw, without the target's `embed_norm`.
+Base logits pass the target's final soft-cap; the head's bias is added after it, uncapped.
 
-Parameters have DeepSpec's names. `Drafter` trains several heads on one backbone and one pair of
-Markov tables; a checkpoint of one head has its own gate or joint projection and confidence head.
+Backbone parameters have DeepSpec's names. Several heads train on one backbone and one pair of
+Markov tables; each has its own gate or joint projection and its own confidence.
 """
 
-import json
-import shutil
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from inkrt.engines.nano.export import read_tensors, write_json
-from inkrt.engines.nano.model import Nano, Norm, Weight, linear, softcap
+from inkrt.engines.nano.model import Nano
+from inkrt.engines.nano.parts import Norm, Weight, linear, matrix, softcap
 
 Head = Literal["vanilla", "gated", "rnn"]
 HEADS: tuple[Head, ...] = ("vanilla", "gated", "rnn")
-Layout = Literal["deepspec", "speculators", "specforge"]
-PREFIX = "dspark."
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +74,8 @@ def rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
     return turned.to(x.dtype)
 
 
-def _matrix(rows: int, columns: int) -> Weight:
-    return Weight(torch.randn(rows, columns) * columns**-0.5)
-
-
 class BiasedLinear(Weight):
-    """A matrix and a bias, both zero at first."""
+    """A matrix, small at first, and a bias."""
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__(torch.randn(rows, columns) * 0.1 * columns**-0.5)
@@ -104,10 +94,10 @@ class DraftAttention(nn.Module):
         self.config = config
         hidden, size = config.hidden_size, config.head_dim
         width, kv_width = config.num_attention_heads * size, config.num_key_value_heads * size
-        self.q_proj = _matrix(width, hidden)
-        self.k_proj = _matrix(kv_width, hidden)
-        self.v_proj = _matrix(kv_width, hidden)
-        self.o_proj = _matrix(hidden, width)
+        self.q_proj = matrix(width, hidden)
+        self.k_proj = matrix(kv_width, hidden)
+        self.v_proj = matrix(kv_width, hidden)
+        self.o_proj = matrix(hidden, width)
         self.q_norm = Norm(size, config.rms_norm_eps)
         self.k_norm = Norm(size, config.rms_norm_eps)
 
@@ -136,13 +126,13 @@ class DraftAttention(nn.Module):
         v_block = self._heads(u, self.v_proj.weight)
         v_context = self._heads(context, self.v_proj.weight)
         # Letters: b sequences, a blocks, g rows of a block, k kv heads, h heads of a group.
-        q = q.unflatten(3, (config.num_key_value_heads, groups)) * config.head_dim**-0.5
+        q = torch.unflatten(q, 3, (config.num_key_value_heads, groups)) * config.head_dim**-0.5
         to_context = torch.einsum("bagkhd,bskd->bakhgs", q, k_context)
         to_context = to_context.masked_fill(~mask[:, :, None, None, None], float("-inf"))
         to_block = torch.einsum("bagkhd,bajkd->bakhgj", q, k_block)
         scores = torch.cat([to_context, to_block], -1)
         weights = scores.softmax(-1, dtype=torch.float32).to(u.dtype)
-        on_context, on_block = weights.split([context.shape[1], config.block_size], -1)
+        on_context, on_block = torch.split(weights, [context.shape[1], config.block_size], -1)
         out = torch.einsum("bakhgs,bskd->bagkhd", on_context, v_context)
         out = out + torch.einsum("bakhgj,bajkd->bagkhd", on_block, v_block)
         return linear(out.flatten(3), self.o_proj.weight)
@@ -153,9 +143,9 @@ class DraftMlp(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.gate_proj = _matrix(config.intermediate_size, config.hidden_size)
-        self.up_proj = _matrix(config.intermediate_size, config.hidden_size)
-        self.down_proj = _matrix(config.hidden_size, config.intermediate_size)
+        self.gate_proj = matrix(config.intermediate_size, config.hidden_size)
+        self.up_proj = matrix(config.intermediate_size, config.hidden_size)
+        self.down_proj = matrix(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to the same."""
@@ -179,7 +169,8 @@ class DraftLayer(nn.Module):
         """Block rows [B, A, G, D]; see `DraftAttention`."""
         u = self.input_layernorm(x, x.dtype)
         x = x + self.self_attn(u, context, position, block_position, mask)
-        return x + self.mlp(self.post_attention_layernorm(x, x.dtype))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x, x.dtype))
+        return out
 
 
 class SequentialHead(nn.Module):
@@ -244,7 +235,7 @@ class Drafter(nn.Module):
         self.config = config
         self.dtype = dtype
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = _matrix(hidden, len(config.target_layer_ids) * hidden)
+        self.fc = matrix(hidden, len(config.target_layer_ids) * hidden)
         self.hidden_norm = Norm(hidden, eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = Norm(hidden, eps)
@@ -283,7 +274,8 @@ class Drafter(nn.Module):
         x = functional.embedding(ids, target.embed.weight).to(self.dtype)
         for layer in self.layers:
             x = layer(x, context, position, block_position, mask)
-        return self.norm(x, self.dtype)
+        hidden: Tensor = self.norm(x, self.dtype)
+        return hidden
 
     def draft(
         self, kind: str, target: Nano, hidden: Tensor, previous: Tensor
@@ -304,150 +296,3 @@ class Drafter(nn.Module):
         before = functional.embedding(previous, self.markov_w1.weight)
         z, confidence = self.heads[kind](hidden, before)
         return base + linear(z.to(self.dtype), self.markov_w2.weight[:vocab]).float(), confidence
-
-
-def head_tensors(drafter: Drafter, kind: Head) -> dict[str, Tensor]:
-    """The drafter with one head: DeepSpec's names, bfloat16, on the CPU."""
-    tensors = {}
-    for name, value in drafter.state_dict().items():
-        if name.startswith("heads."):
-            _, owner, rest = name.split(".", 2)
-            if owner != kind:
-                continue
-            if rest.startswith("confidence."):
-                new = rest.replace("confidence.", "confidence_head.proj.")
-            else:
-                new = "markov_head." + rest
-        elif name.startswith("markov_"):
-            new = "markov_head." + name
-        else:
-            new = name
-        tensors[new] = value.detach().to("cpu", torch.bfloat16).contiguous()
-    return tensors
-
-
-def embedded_config(config: DrafterConfig, kind: Head) -> dict[str, Any]:
-    """Keys that go into the target's config.json.
-
-    `dspark_block_size`, `dspark_markov_rank`, `dspark_markov_head_type`, `dspark_noise_token_id`
-    and `dspark_target_layer_ids` (outputs of these layers) are DeepSeek's; the others describe
-    the backbone in the same manner.
-    """
-    return {
-        "dspark_block_size": config.block_size,
-        "dspark_markov_rank": config.markov_rank,
-        "dspark_markov_head_type": kind,
-        "dspark_noise_token_id": config.mask_token_id,
-        "dspark_target_layer_ids": list(config.target_layer_ids),
-        "dspark_num_hidden_layers": config.num_hidden_layers,
-        "dspark_num_attention_heads": config.num_attention_heads,
-        "dspark_num_key_value_heads": config.num_key_value_heads,
-        "dspark_head_dim": config.head_dim,
-        "dspark_intermediate_size": config.intermediate_size,
-        "dspark_rms_norm_eps": config.rms_norm_eps,
-        "dspark_rope_theta": config.rope_theta,
-        "dspark_max_position_embeddings": config.max_position_embeddings,
-        "dspark_sample_from_anchor": True,
-        "dspark_is_causal": False,
-        "dspark_enable_confidence_head": True,
-        "dspark_confidence_head_with_markov": True,
-    }
-
-
-def embed_in_checkpoint(folder: Path, drafter: Drafter, kind: Head) -> None:
-    """Put the drafter with head `kind` into a checkpoint folder, in place of any other.
-
-    The other heads' own tensors go to `heads/KIND.safetensors`, from which `choose_head` takes
-    them.
-    """
-    tensors = {k: v for k, v in read_tensors(folder).items() if not k.startswith(PREFIX)}
-    tensors |= {PREFIX + name: value for name, value in head_tensors(drafter, kind).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    values = {k: v for k, v in values.items() if not k.startswith("dspark_")}
-    write_json(folder / "config.json", values | embedded_config(drafter.config, kind))
-    (folder / "heads").mkdir(exist_ok=True)
-    for other in drafter.heads:
-        own = {k: v for k, v in head_tensors(drafter, _head(other)).items() if _is_own(k)}
-        save_file(own, folder / "heads" / f"{other}.safetensors")
-
-
-def choose_head(folder: Path, out: Path, kind: Head) -> None:
-    """Copy a checkpoint folder with another head embedded."""
-    shutil.copytree(folder, out)
-    tensors = read_tensors(folder)
-    tensors = {k: v for k, v in tensors.items() if not _is_own(k.removeprefix(PREFIX))}
-    own = load_file(folder / "heads" / f"{kind}.safetensors")
-    tensors |= {PREFIX + name: value for name, value in own.items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    write_json(out / "config.json", values | {"dspark_markov_head_type": kind})
-
-
-def as_layout(
-    drafter: Drafter, kind: Head, target: Nano, layout: Layout
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors of a drafter folder of its own, in one of three ecosystems' layouts.
-
-    DeepSpec has copies of the target's embedding and projection; the others share them.
-    """
-    config, tensors = drafter.config, head_tensors(drafter, kind)
-    own = asdict(config) | {"target_layer_ids": list(config.target_layer_ids)}
-    dspark = {
-        name: own.pop(name)
-        for name in ("block_size", "mask_token_id", "markov_rank", "target_layer_ids")
-    }
-    dspark |= {
-        "markov_head_type": kind,
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    }
-    layers = config.num_hidden_layers
-    backbone = own | {
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "layer_types": ["full_attention"] * layers,
-    }
-    if layout == "deepspec":
-        for name, weight in (("embed_tokens", target.embed), ("lm_head", target.unembed)):
-            tensors[f"{name}.weight"] = weight.weight.detach().to("cpu", torch.bfloat16)
-        many = {"num_target_layers": target.config.num_hidden_layers, "num_anchors": 512}
-        return {"architectures": ["Qwen3DSparkModel"], **backbone, **dspark, **many}, tensors
-    if layout == "specforge":
-        block = {"block_size": dspark.pop("block_size")}
-        nested = dspark | {"attention_mode": "gqa", "projector_type": "dspark"}
-        nested["confidence_head_alpha"] = 1.0
-        block["num_target_layers"] = target.config.num_hidden_layers
-        return {
-            "architectures": ["DSparkDraftModel"],
-            **backbone,
-            **block,
-            "dflash_config": nested,
-        }, tensors
-    # This layout names what enters a layer, the others what leaves it.
-    entering = [layer + 1 for layer in dspark.pop("target_layer_ids")]
-    return {
-        "architectures": ["DSparkSpeculator"],
-        "speculators_model_type": "dspark",
-        "transformer_layer_config": backbone,
-        "aux_hidden_state_layer_ids": entering,
-        "draft_vocab_size": config.vocab_size,
-        "target_hidden_size": config.hidden_size,
-        "sample_from_anchor": True,
-        "use_aux_hidden_state": True,
-        **dspark,
-    }, tensors
-
-
-def _is_own(name: str) -> bool:
-    """Whether a tensor differs between heads."""
-    return name.startswith(("confidence_head.", "markov_head.gate_", "markov_head.joint_"))
-
-
-def _head(name: str) -> Head:
-    for kind in HEADS:
-        if kind == name:
-            return kind
-    raise ValueError(f"no head is called {name!r}")

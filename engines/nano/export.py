@@ -16,7 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from inkrt.engines.nano.model import Nano, NanoConfig
+from inkrt.engines.nano.model import Nano
+from inkrt.engines.nano.parts import NanoConfig
 
 PREFIX = "model.llm."
 _FLOAT32_ENDS = ("mlp.gate.weight", "mlp.gate.bias", "sconv.weight")

@@ -52,7 +52,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if is_tall else x
+    out: Tensor = x.mT if is_tall else x
+    return out
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from inkrt.engines.nano import corpus, export
 from inkrt.engines.nano.corpus import Packed, say
-from inkrt.engines.nano.model import Nano, NanoConfig, Rows, count_parameters
+from inkrt.engines.nano.model import Nano, count_parameters
 from inkrt.engines.nano.optimizer import Muon, Schedule
+from inkrt.engines.nano.parts import NanoConfig, Rows
 
 LOG_EVERY = 50
 BALANCE_RATE = 1e-3

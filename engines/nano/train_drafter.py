@@ -23,10 +23,11 @@ from inkrt.engines.nano.drafter import (
     Drafter,
     Head,
     drafter_config,
-    embed_in_checkpoint,
 )
-from inkrt.engines.nano.model import Nano, Rows
+from inkrt.engines.nano.drafter_export import embed_in_checkpoint
+from inkrt.engines.nano.model import Nano
 from inkrt.engines.nano.optimizer import Muon, Schedule
+from inkrt.engines.nano.parts import Rows
 from inkrt.engines.nano.train import heldout
 
 LOG_EVERY = 100

@@ -12,17 +12,16 @@ from inkrt.engines.inkling2.weights import weight_sources
 from inkrt.engines.interface import Sharding
 from inkrt.engines.nano import export
 from inkrt.engines.nano.corpus import Documents, pack
-from inkrt.engines.nano.drafter import (
-    HEADS,
-    Drafter,
+from inkrt.engines.nano.drafter import HEADS, Drafter, drafter_config
+from inkrt.engines.nano.drafter_export import (
     as_layout,
     choose_head,
-    drafter_config,
     embed_in_checkpoint,
     head_tensors,
 )
 from inkrt.engines.nano.evaluate import solved
-from inkrt.engines.nano.model import Nano, NanoConfig, Rows, plain_rows, shear
+from inkrt.engines.nano.model import Nano
+from inkrt.engines.nano.parts import NanoConfig, Rows, plain_rows, shear
 
 SMALL = NanoConfig(
     vocab_size=96,
