@@ -1,0 +1,1 @@
+"""Speculative decoding: drafters, acceptance, and the round that joins them."""
