@@ -1,0 +1,1 @@
+"""DSpark drafters: small transformers that propose a block of tokens at once."""
