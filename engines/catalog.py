@@ -8,7 +8,7 @@ from inkrt.errors import ConfigError
 
 
 def _flint() -> Definition:
-    from inkrt.engines.flint.config import parse_config
+    from inkrt.engines.flint.config import draft_target, parse_config
     from inkrt.engines.flint.model import Flint
     from inkrt.engines.flint.weights import is_ignored, weight_sources
 
@@ -17,15 +17,15 @@ def _flint() -> Definition:
     # tiny model's rows are within 0.03 in the mean and 0.18 at worst, as far as transformers in
     # bfloat16 is from itself in float32.
     parity = {"float32": EXACT_PARITY["float32"], "bfloat16": ParityBound(0.3, 0.6)}
-    return Definition(parse_config, Flint, weight_sources, is_ignored, parity)
+    return Definition(parse_config, Flint, weight_sources, is_ignored, draft_target, parity)
 
 
 def _inkling2() -> Definition:
-    from inkrt.engines.inkling2.config import parse_config
+    from inkrt.engines.inkling2.config import draft_target, parse_config
     from inkrt.engines.inkling2.model import Inkling2
     from inkrt.engines.inkling2.weights import is_ignored, weight_sources
 
-    return Definition(parse_config, Inkling2, weight_sources, is_ignored)
+    return Definition(parse_config, Inkling2, weight_sources, is_ignored, draft_target)
 
 
 _DEFINITIONS: dict[str, Callable[[], Definition]] = {
