@@ -6,6 +6,7 @@ the files, compares tables with the target's and makes one checkpoint of two.
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inkrt.builder.checkpoint import Checkpoint, CheckpointSource
+from inkrt.builder.options import BuildOptions
 from inkrt.engines.dspark.config import DSparkConfig
 from inkrt.engines.dspark.flavours import BUNDLED_KEYS, Layout
 from inkrt.engines.dspark.layouts import (
@@ -39,7 +41,7 @@ from inkrt.engines.dspark.weights import (
     weight_sources,
 )
 from inkrt.engines.interface import Definition, ModelConfig, Part, Sharding, WeightSource
-from inkrt.errors import CheckpointError, ConfigError
+from inkrt.errors import BuildError, CheckpointError, ConfigError
 
 # In front of the names of a drafter's tensors where its folder and the target's read as one.
 DRAFT_ROOT = "draft checkpoint: "
@@ -67,6 +69,11 @@ class FoundDrafter:
     decisions: tuple[str, ...]
     checkpoint: CheckpointSource
     left_out: frozenset[str]
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether it has a checkpoint folder of its own."""
+        return self.layout != "embedded"
 
     def summary(self) -> str:
         """One line about it."""
@@ -133,6 +140,66 @@ class WithDrafter:
         if name.startswith(DRAFT_ROOT):
             return self._drafter, name.removeprefix(DRAFT_ROOT)
         return self._target, name
+
+
+def choose_drafter(
+    target: CheckpointSource,
+    definition: Definition,
+    model: ModelConfig,
+    options: BuildOptions,
+    folder: Path | None,
+    progress: Callable[[str], None],
+) -> FoundDrafter | None:
+    """The drafter that a build is asked for; tells what it is and what was decided about it.
+
+    Args:
+        target: the model's checkpoint.
+        definition: of the model.
+        model: its configuration.
+        options: of the build; see `BuildOptions.spec`.
+        folder: of the drafter; None for one that the target may bundle.
+        progress: called with a line each.
+
+    Raises:
+        InkError: see `find_drafter`, or the drafter that is asked for is not there.
+    """
+    if options.spec == "none":
+        if folder is not None:
+            raise ConfigError(
+                f"draft checkpoint {folder} is not used with --spec none; leave out one of them"
+            )
+        return None
+    has_weights = options.weights == "real"
+    found = find_drafter(target, definition, model, folder, has_weights=has_weights)
+    if found is None:
+        if options.spec == "dspark":
+            raise ConfigError(
+                f"checkpoint {target.folder} bundles no drafter ({', '.join(BUNDLED_KEYS)} are "
+                f"absent from its config.json); name one with --draft-checkpoint"
+            )
+        return None
+    progress(found.summary())
+    for decision in found.decisions:
+        progress(f"drafter: {decision}")
+    return found
+
+
+def traceable(
+    drafter: FoundDrafter | None, options: BuildOptions, progress: Callable[[str], None]
+) -> FoundDrafter | None:
+    """The drafter if its steps can be built, which this version cannot.
+
+    Raises:
+        BuildError: it is asked for.
+    """
+    if drafter is None:
+        return None
+    if options.spec == "dspark":
+        raise BuildError(
+            "the drafter's steps cannot be built by this version; leave it out with --spec none"
+        )
+    progress("drafter: left out, its steps cannot be built by this version")
+    return None
 
 
 def find_drafter(
@@ -245,6 +312,7 @@ def _alias_copies(
 ) -> DraftLayout:
     """Take the target's embedding and projection where the drafter's are the same."""
     config, decisions = found.config, [*found.decisions]
+    shared = set()
     sources = definition.weight_sources(model, target.names, 0, Sharding(1, "experts"))
     for plain, parameters in ((EMBEDDING, ("embed",)), (UNEMBED, ("unembed", "lm_head"))):
         if plain not in tensors.stored:
@@ -261,8 +329,12 @@ def _alias_copies(
             decisions.append(f"{name} is the drafter's own: it is not the target's")
             continue
         decisions.append(f"{name} equals the target's, which is used")
-        flag = "has_own_embedding" if plain == EMBEDDING else "has_own_unembed"
-        config = dataclasses.replace(config, **{flag: False})
+        shared.add(plain)
+    config = dataclasses.replace(
+        config,
+        has_own_embedding=config.has_own_embedding and EMBEDDING not in shared,
+        has_own_unembed=config.has_own_unembed and UNEMBED not in shared,
+    )
     return dataclasses.replace(found, config=config, decisions=tuple(decisions))
 
 

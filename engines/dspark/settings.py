@@ -5,6 +5,7 @@ which is written down, or is an error that names the key. Which keys there are, 
 is the business of `layouts`.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +86,8 @@ class Settings:
                 if found is None:
                     found = Found(value, place.spell(key))
                 elif value != found.value:
-                    line = f"{found.spelling} = {found.value!r} overrides "
-                    line += f"{place.spell(key)} = {value!r}"
+                    line = f"{found.spelling} = {json.dumps(found.value)} overrides "
+                    line += f"{place.spell(key)} = {json.dumps(value)}"
                     if line not in self.decisions:
                         self.decisions.append(line)
         return found
@@ -106,9 +107,8 @@ class Settings:
     def decide(self, key: str, default: Default) -> Any:
         """A default's value; writes down that it was taken."""
         if default.reason is not None:
-            self.decisions.append(
-                f"{self.spell(key)} is absent: {default.value!r}, {default.reason}"
-            )
+            value = json.dumps(default.value)
+            self.decisions.append(f"{self.spell(key)} is absent: {value}, {default.reason}")
         return default.value
 
     def integer(
