@@ -314,15 +314,16 @@ def _alias_copies(
     config, decisions = found.config, [*found.decisions]
     shared = set()
     sources = definition.weight_sources(model, target.names, 0, Sharding(1, "experts"))
-    for plain, parameters in ((EMBEDDING, ("embed",)), (UNEMBED, ("unembed", "lm_head"))):
+    unembed = definition.draft_target(model).unembed
+    for plain, parameter in ((EMBEDDING, "embed"), (UNEMBED, unembed)):
         if plain not in tensors.stored:
             continue
         name = tensors.stored[plain]
         shape = tensors.shapes[plain]
         is_copy = False
-        source = next((sources[x] for x in parameters if x in sources), None)
+        source = sources[parameter]
         trimmed = plain == UNEMBED and config.is_trimmed
-        if not trimmed and len(shape) == 2 and source is not None and len(source.parts) == 1:
+        if not trimmed and len(shape) == 2:
             table = own.read(Part(name, shape, (slice(None),) * 2))
             is_copy = is_copy_of_target(table, target.read(source.parts[0]))
         if not is_copy:

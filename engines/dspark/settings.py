@@ -210,9 +210,9 @@ class Settings:
         """
         found = self.find(key)
         if found is not None and found.value not in allowed:
+            only = f", only {' or '.join(map(repr, allowed))}" if allowed else "; its absence is"
             raise self.error(
-                f"{found.spelling} = {found.value!r} is not supported for DSpark drafters, only "
-                f"{' or '.join(map(repr, allowed))}"
+                f"{found.spelling} = {found.value!r} is not supported for DSpark drafters{only}"
             )
 
     def unasked(self, path: str, prefix: str = "") -> list[str]:
