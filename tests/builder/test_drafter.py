@@ -133,6 +133,21 @@ def test_copies_of_the_targets_tables_are_shared(
         assert not own["drafter.unembed"][rows:].any()
 
 
+def test_part_of_a_table_is_no_copy(make: Make, tmp_path: Path) -> None:
+    """300 rows that equal the target's are not its projection; 327 are a trimmed one's own."""
+    short = damaged(make, tmp_path / "short")
+    table = "model.llm.unembed.weight"
+    edit_tensors(short, lambda t: t.update({"dspark.lm_head.weight": t[table][:300].clone()}))
+    with pytest.raises(CheckpointError, match=r"has shape \[300, 60\], \[512, 60\] expected"):
+        find(short)
+    trimmed = damaged(make, tmp_path / "trimmed", "embedded", "rnn", True)
+    edit_tensors(trimmed, lambda t: t.update({"dspark.lm_head.weight": t[table][:327].clone()}))
+    found = find(trimmed)
+    assert found is not None
+    assert found.config.has_own_unembed
+    assert weights(found)["drafter.unembed"].shape == (327, 60)
+
+
 def test_without_weights_the_configuration_is_read(make: Make, tmp_path: Path) -> None:
     checkpoint = make("embedded")
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
@@ -198,8 +213,7 @@ def test_settings_and_tensors_come_together(make: Make, tmp_path: Path) -> None:
     assert str(config_error.value) == (
         f"{bare}/config.json has none of dspark_block_size, dspark_markov_rank, "
         "dspark_noise_token_id, dspark_target_layer_ids, but the checkpoint has a drafter's tensor "
-        "dspark.markov_head.markov_w1.weight; take the config.json that belongs to it, or build "
-        "without a drafter: --spec none"
+        "dspark.markov_head.markov_w1.weight; take the config.json that belongs to it"
     )
     empty = damaged(make, tmp_path / "empty")
     edit_tensors(empty, lambda t: [t.pop(key) for key in list(t) if key.startswith("dspark.")])
@@ -207,8 +221,15 @@ def test_settings_and_tensors_come_together(make: Make, tmp_path: Path) -> None:
         find(empty)
     assert str(checkpoint_error.value) == (
         f"{empty}/config.json names a bundled drafter, but no tensor stands under dspark., "
-        "mtp_dspark. or mtp.; download its shard, or build without it: --spec none"
+        "mtp_dspark. or mtp.; download its shard"
     )
+    with pytest.raises(CheckpointError) as hint:
+        prepare(Checkpoint(empty), OPTIONS)
+    assert str(hint.value) == (
+        f"{checkpoint_error.value}; to build without the drafter: --spec none"
+    )
+    without = prepare(Checkpoint(empty), dataclasses.replace(OPTIONS, spec="none"))
+    assert without.options.spec == "none"
 
 
 def test_unfit_tensors_are_refused_and_unknown_ones_told(make: Make, tmp_path: Path) -> None:

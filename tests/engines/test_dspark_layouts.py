@@ -341,6 +341,17 @@ def test_settings_may_stand_elsewhere() -> None:
     assert read("deepspec", put(logits_mup_width_multiplier=24.0)).config.logits_divisor == 24.0
 
 
+def test_a_confidence_head_may_lack_bias_and_markov_row() -> None:
+    def edit(shapes: dict[str, object]) -> None:
+        del shapes["confidence_head.proj.bias"]
+        shapes["confidence_head.proj.weight"] = (1, 60)
+
+    config = read("deepspec", drop("confidence_head_with_markov"), edit).config
+    assert config == dataclasses.replace(
+        read("deepspec").config, confidence_reads_markov=False, confidence_has_bias=False
+    )
+
+
 def test_sinks_follow_the_tensors() -> None:
     def add(shapes: dict[str, object]) -> None:
         shapes |= {f"layers.{layer}.self_attn.attention_sink_bias": (6,) for layer in range(3)}

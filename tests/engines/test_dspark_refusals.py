@@ -177,6 +177,11 @@ CONFIGS: dict[str, tuple[DrafterLayout, Edit, str]] = {
         drop("dspark_rms_norm_eps"),
         "dspark_rms_norm_eps is missing and has no default; norms depend on it",
     ),
+    "a base beyond all numbers": (
+        "deepspec",
+        put(rope_theta=10**400),
+        f"rope_theta must be a positive number, got {10**400}",
+    ),
     "scaled positions": (
         "specforge",
         put(rope_scaling={"rope_type": "yarn", "factor": 16.0}),

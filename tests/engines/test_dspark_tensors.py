@@ -23,6 +23,17 @@ HEADERS: dict[str, tuple[DrafterLayout, Edit, str]] = {
         "FOLDER: the drafter has no tensor markov_head.joint_proj.bias; a shard is missing or its "
         "configuration belongs to another drafter",
     ),
+    "no confidence": (
+        "deepspec",
+        drop("confidence_head.proj.weight"),
+        "FOLDER: the drafter has no tensor confidence_head.proj.weight; a shard is missing or its "
+        "configuration belongs to another drafter",
+    ),
+    "a layer that is missing": (
+        "speculators",
+        put(**{"model.layers.7000000000.self_attn.q_proj.weight": (60, 60)}),
+        "FOLDER/config.json: num_hidden_layers = 3, but there are tensors of 4",
+    ),
     "another rank": (
         "embedded",
         put(**{"dspark.markov_head.markov_w1.weight": (512, 13)}),
