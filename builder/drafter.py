@@ -280,6 +280,20 @@ def find_drafter(
     )
 
 
+def unpacked_tensors(target: CheckpointSource, drafter: FoundDrafter | None) -> frozenset[str]:
+    """Tensors that are a drafter's and are left out on purpose, of a target and of a drafter.
+
+    Args:
+        target: the model's checkpoint, which may bundle a drafter that is not built in.
+        drafter: what is built in.
+    """
+    left_out = drafter.left_out if drafter else frozenset()
+    is_built = drafter is not None and not drafter.has_folder
+    if is_built or not bundles_drafter(target.config):
+        return left_out
+    return left_out | {name for name in target.names if is_bundled(name)}
+
+
 def _open(folder: Path) -> Checkpoint:
     """A drafter's folder."""
     if folder.is_dir() and any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):

@@ -339,6 +339,20 @@ def test_a_build_gets_the_drafter(
     build_engine(checkpoint, tmp_path / "engine", OPTIONS, lines.append)
     assert "drafter: left out, its steps cannot be built by this version" in lines
     assert not any("unknown tensor" in line for line in lines)
+    bundled = [name for name in Checkpoint(checkpoint).names if name.startswith("dspark.")]
+    vision = [name for name in Checkpoint(checkpoint).names if name.startswith("model.visual.")]
+    count = len(bundled) + len(vision)
+    assert f"left out {count} tensors of parts that this version does not build" in lines
+    # The same in a tree that only the settings say is a drafter's.
+    moved = damaged(make, tmp_path / "moved")
+    edit_tensors(
+        moved, lambda t: [t.update({x.replace("dspark.", "mtp."): t.pop(x)}) for x in bundled]
+    )
+    lines.clear()
+    none = dataclasses.replace(OPTIONS, spec="none")
+    build_engine(moved, tmp_path / "engine2", none, lines.append)
+    assert f"left out {count} tensors of parts that this version does not build" in lines
+    assert not any("unknown tensor" in line for line in lines)
     config = read_config(tmp_path / "engine")
     assert config.build["spec"] == "none"
     assert config.checkpoint_fingerprint == Checkpoint(checkpoint).fingerprint
