@@ -69,9 +69,7 @@ class LogitsProcessor:
             self._last.setdefault(tuple(word[:-1]), []).append(word[-1])
         self._sizes = sorted({len(beginning) for beginning in self._last})
         # Counts of the first `_num_counted` tokens of the timeline.
-        self._has_penalty = (
-            self._repetition != 1 or self._frequency != 0 or self._presence != 0
-        )
+        self._has_penalty = self._repetition != 1 or self._frequency != 0 or self._presence != 0
         self._in_prompt = np.zeros(vocab_size if self._has_penalty else 0, np.bool_)
         self._counts = np.zeros(vocab_size if self._has_penalty else 0, np.int32)
         self._num_counted = 0
@@ -219,7 +217,7 @@ def require_choice(row: NDArray[np.float32]) -> None:
     Raises:
         RequestError: all tokens are banned.
     """
-    if row.max() == _OFF:
+    if not _has_choice(row):
         raise RequestError(
             "no token may come next: allowed_token_ids, bad_words, min_tokens and stop_token_ids "
             "ban all that the model can generate; ban less",
@@ -245,19 +243,26 @@ def draw_rows(
 
     Returns:
         The right drafts, and behind them the token of the first row whose draft is wrong or that
-        has none. Rows behind that one are not drawn.
+        has none. Where right drafts leave no token that may follow, nothing stands behind them:
+        they may have ended the generation, else the next row 0 is that row again and raises.
 
     Raises:
-        RequestError: no token may come next.
+        RequestError: no token may follow the timeline.
     """
     assert len(logits) == len(drafts) + 1, (logits.shape, len(drafts))
     drawn: list[int] = []
     for i, row in enumerate(processor.process(logits, timeline, drafts)):
+        if i > 0 and not _has_choice(row):
+            break
         require_choice(row)
         drawn.append(int(draw(row, sampling, len(timeline) + i)))
         if i < len(drafts) and drawn[i] != drafts[i]:
             break
     return drawn
+
+
+def _has_choice(row: NDArray[np.float32]) -> bool:
+    return bool(row.max() != _OFF)  # a NaN is drawn, as by a step
 
 
 def _encode_bad_words(

@@ -102,9 +102,10 @@ class SamplingParams:
         ):
             if not _is_finite(penalty) or not -2 <= penalty <= 2:
                 raise _error(name, penalty, "a number from -2 to 2 (0 is off)")
-        limit = sys.maxsize if self.max_tokens is None else self.max_tokens
-        if not _is_integer(self.min_tokens) or not 0 <= self.min_tokens <= limit:
-            raise _error("min_tokens", self.min_tokens, "an integer from 0 to max_tokens")
+        if not _is_integer(self.min_tokens) or self.min_tokens < 0:
+            raise _error("min_tokens", self.min_tokens, "an integer of at least 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _error("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         ids = self.allowed_token_ids
@@ -135,9 +136,7 @@ class SamplingParams:
         return cls(**found)
 
 
-def _error(
-    name: str, value: object, allowed: str, *, param: str | None = None
-) -> RequestError:
+def _error(name: str, value: object, allowed: str, *, param: str | None = None) -> RequestError:
     message = f"{name} is {_shown(value)}, it must be {allowed}"
     return RequestError(message, param=param or name)
 
