@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.logits import LogitsProcessor, draw_rows
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec.drafter import Drafter
 
@@ -46,7 +47,14 @@ class Speculator:
         self._drafter = drafter
         self._width = width
 
-    def run(self, session: Session, tokens: Sequence[int], sampling: Sampling, most: int) -> Round:
+    def run(
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        most: int,
+        processor: LogitsProcessor | None = None,
+    ) -> Round:
         """Run one round.
 
         Args:
@@ -54,17 +62,24 @@ class Speculator:
             tokens: the timeline, with the token that comes next into the session.
             sampling: of the request.
             most: tokens that the caller can use, at least 1.
+            processor: of the request; with one, the rows are drawn here, not by the step.
 
         Raises:
             CapacityError: not even one token more fits.
+            RequestError: the request bans every token that could come next.
         """
         assert session.length == len(tokens) - 1, (session.length, len(tokens))
         # The last row needs no draft of its own; its token is written in the next round.
         room = min(self._width, most - 1, session.num_writable(1 + self._width) - 1)
         drafts = self._drafter.draft(tokens, room)[:room] if room > 0 else []
+        start = session.length
+        if processor is not None:
+            logits = session.step([tokens[-1], *drafts], sampling).logits
+            drawn = draw_rows(logits, processor, sampling, tokens, drafts)
+            session.rollback(start + len(drawn))
+            return Round(drawn, len(drafts))
         if not drafts:
             return Round([session.decode(tokens[-1], sampling)], 0)
-        start = session.length
         output = session.step([tokens[-1], *drafts], sampling, wants_logits=False)
         drawn = [int(token) for token in output.tokens]
         accepted = 0
