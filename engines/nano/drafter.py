@@ -43,7 +43,7 @@ class DrafterConfig:
     num_key_value_heads: int = 2
     head_dim: int = 64
     intermediate_size: int = 384
-    markov_rank: int = 32
+    markov_rank: int = 48
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_position_embeddings: int = 8192

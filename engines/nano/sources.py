@@ -141,6 +141,33 @@ def _sqlite(root: Path) -> Iterator[str]:
             yield re.sub(r"^[^\n]*\n(?:\s*(?:Search|[A-Z]\w+)?\n)*", "", rest) if end else menu
 
 
+# Where the text of a page begins, and what follows it: themes of Sphinx and of Node.js.
+_MAIN = re.compile(
+    r'<(?:div|main|section|article)[^>]*'
+    r'(?:role="main"|class="body"|class="bd-article|id="docs-content"|id="bd"|id="apicontent")[^>]*>'
+)
+_BEHIND = re.compile(
+    r'<div class="(?:sphinxsidebar|clearer|footer|related|nav-|prev-next)|<footer|'
+    r'<div[^>]*id="(?:sidebar|footer|ft)"'
+)
+# Lists of names and of changes, and listings of source code.
+_NO_PROSE = re.compile(
+    r"genindex|modindex|search|whatsnew|changelog|changes|releases?\b|gallery|_modules|/all\.html"
+)
+
+
+def _manual(root: Path) -> Iterator[str]:
+    """HTML pages of a manual; only their main part."""
+    for path in sorted((root / "usr/share/doc").rglob("*.html")):
+        if path.is_symlink() or _NO_PROSE.search(str(path.relative_to(root))):
+            continue
+        page = path.read_bytes().decode("utf-8", "replace")
+        if begin := _MAIN.search(page):
+            end = _BEHIND.search(page, begin.end())
+            text = plain_text(page[begin.end() : end.start() if end else None])
+            yield text.replace("\N{PILCROW SIGN}", "").replace("[source]", "")
+
+
 def _bible(root: Path) -> Iterator[str]:
     # The text is packed in a way of its own, which the package's reader knows.
     result = subprocess.run(
@@ -208,6 +235,17 @@ SOURCES = (
     Source("python3.11-doc", "PSF-2.0", "documentation of Python", _python),
     Source("postgresql-doc-15", "PostgreSQL", "documentation of PostgreSQL", _postgresql),
     Source("sqlite3-doc", "public domain", "documentation of SQLite", _sqlite),
+    Source("python-django-doc", "BSD-3-Clause", "documentation of Django", _manual),
+    Source("python-pandas-doc", "BSD-3-Clause", "documentation of pandas", _manual),
+    Source("python-scipy-doc", "BSD-3-Clause", "documentation of SciPy", _manual),
+    Source("python-scrapy-doc", "BSD-3-Clause", "documentation of Scrapy", _manual),
+    Source("python-sklearn-doc", "BSD-3-Clause", "documentation of scikit-learn", _manual),
+    Source("python-sqlalchemy-doc", "MIT", "documentation of SQLAlchemy", _manual),
+    Source("python-statsmodels-doc", "BSD-3-Clause", "documentation of statsmodels", _manual),
+    Source("python-sympy-doc", "BSD-3-Clause", "documentation of SymPy", _manual),
+    Source("python-tornado-doc", "Apache-2.0", "documentation of Tornado", _manual),
+    Source("python-werkzeug-doc", "BSD-3-Clause", "documentation of Werkzeug", _manual),
+    Source("nodejs-doc", "MIT", "documentation of Node.js", _manual),
     Source("bible-kjv-text", "public domain (1611)", "King James Bible", _bible, ("bible-kjv",)),
     Source(
         "r-cran-janeaustenr", "MIT; novels in the public domain", "Jane Austen, novels", _austen
