@@ -98,6 +98,18 @@ class ModelInfo(Struct, frozen=True, forbid_unknown_fields=True):
     eos_token_ids: tuple[int, ...]
 
 
+class DraftInfo(Struct, frozen=True, forbid_unknown_fields=True):
+    """The drafter of an engine.
+
+    Attributes:
+        block_size: tokens it drafts at once.
+        has_confidence: whether it says how sure it is of each.
+    """
+
+    block_size: int
+    has_confidence: bool
+
+
 class MemoryTable(Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes on one rank (all ranks need the same).
 
@@ -162,6 +174,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     plugins: dict[str, int]
     checkpoint_fingerprint: str
     files: dict[str, FileEntry]
+    draft: DraftInfo | None = None
 
 
 def plan_file(rank: int) -> str:

@@ -137,8 +137,8 @@ class Generation:
             if self.state == "finished":
                 break
         accepted = min(len(deltas), len(step.tokens) - 1)
-        self.stats.count(step.drafted, accepted, len(deltas))
-        return Delta.join(deltas)
+        self.stats.count(step.drafted, accepted, len(deltas), proposed=step.proposed)
+        return Delta.of_round(deltas, accepted)
 
     def _take(self, token: int) -> Delta:
         self._timeline.append(token)
