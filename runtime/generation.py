@@ -8,9 +8,13 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from inkrt.errors import RequestError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.logits import LogitsProcessor, check_processing, draw_rows
 from inkrt.runtime.output import Delta, FinishReason
 from inkrt.runtime.rebuild import rebuild_with
 from inkrt.runtime.sampling_params import MAX_SEED, SamplingParams
@@ -27,7 +31,8 @@ def check_request(
     """The prompt as plain integers, if the engine can run the request.
 
     Raises:
-        RequestError: invalid tokens, no room for one output token, or stop strings without text.
+        RequestError: invalid tokens, no room for one output token, text without a tokenizer, or
+            token ids that the model does not generate.
     """
     ids = check_tokens(prompt, config)
     if len(ids) >= config.max_seq_len:
@@ -42,6 +47,7 @@ def check_request(
             "stop strings need text, but the engine has no tokenizer.json; use stop_token_ids",
             param="stop",
         )
+    check_processing(params, config.model.vocab_size, has_tokenizer=has_tokenizer)
     return ids
 
 
@@ -54,6 +60,9 @@ class Generation:
         params: sampling and stopping.
         tokenizer: makes the text; None leaves it empty.
         speculator: takes several tokens a step where it can; None takes one.
+
+    Raises:
+        RequestError: from the constructor, if a bad word has no tokens; the session is closed.
 
     Attributes:
         state: "prefill" until the prompt is read, then "decode", at last "finished".
@@ -86,6 +95,11 @@ class Generation:
         self.stats = SpeculationStats()
         self._speculator = speculator
         self._timeline = list(prompt)  # with the token that no step has read yet
+        try:
+            self._processor = LogitsProcessor.make(params, len(prompt), config, tokenizer)
+        except BaseException:
+            self.close()
+            raise
         self._decoder = (
             IncrementalDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
             if tokenizer
@@ -97,7 +111,9 @@ class Generation:
         """Run one step: a piece of the prompt, one token, or a round of speculation.
 
         Raises:
-            CapacityError: the pages are exhausted. Whatever it raises, the generation has ended.
+            CapacityError: the pages are exhausted.
+            RequestError: the request bans every token that could come next.
+            Whatever it raises, the generation has ended.
         """
         assert self.state != "finished", "the generation has ended"
         try:
@@ -105,11 +121,16 @@ class Generation:
                 return self._decode()
             start = self._session.length
             piece = self._prompt[start : start + self._session.widest_step]
-            output = self._session.prefill(piece, self._sampling, wants_logits=False)
-            if self._session.length < len(self._prompt):
+            is_last = start + len(piece) == len(self._prompt)
+            output = self._session.prefill(
+                piece, self._sampling, wants_logits=is_last and self._processor is not None
+            )
+            if not is_last:
                 return Delta("", ())
             self.state = "decode"
-            return self._take(int(output.tokens[-1]))
+            if self._processor is None:
+                return self._take(int(output.tokens[-1]))
+            return self._take(self._draw(self._processor, output.logits))
         except BaseException:
             self.close()
             raise
@@ -125,12 +146,17 @@ class Generation:
         self._session.close()
 
     def _decode(self) -> Delta:
+        if self._speculator is None and self._processor is not None:
+            output = self._session.step(self._timeline[-1:], self._sampling)
+            return self._take(self._draw(self._processor, output.logits))
         if self._speculator is None:
             num_more = self._num_left - 1
             return self._take(
                 self._session.decode(self._timeline[-1], self._sampling, num_more=num_more)
             )
-        step = self._speculator.run(self._session, self._timeline, self._sampling, self._num_left)
+        step = self._speculator.run(
+            self._session, self._timeline, self._sampling, self._num_left, self._processor
+        )
         deltas: list[Delta] = []
         for token in step.tokens:  # what stands behind the end was never asked for
             deltas.append(self._take(token))
@@ -139,6 +165,10 @@ class Generation:
         accepted = min(len(deltas), len(step.tokens) - 1)
         self.stats.count(step.drafted, accepted, len(deltas), proposed=step.proposed)
         return Delta.of_round(deltas, accepted)
+
+    def _draw(self, processor: LogitsProcessor, logits: NDArray[np.float32]) -> int:
+        """The token behind the timeline, from the one row of logits that follows it."""
+        return draw_rows(logits, processor, self._sampling, self._timeline)[0]
 
     def _take(self, token: int) -> Delta:
         self._timeline.append(token)
@@ -164,6 +194,9 @@ class Generation:
         if self._decoder is None:
             return ""
         text = "".join(self._decoder.push(token) for token in tokens)
-        if not is_last:
-            return self._matcher.push(text)
-        return self._matcher.push(text + self._decoder.flush()) + self._matcher.flush()
+        if is_last:
+            text += self._decoder.flush()
+        if len(self._timeline) - len(self._prompt) <= self._params.min_tokens:
+            return text  # too early for a stop string
+        text = self._matcher.push(text)
+        return text + self._matcher.flush() if is_last else text

@@ -89,6 +89,21 @@ def run(
         float | None, typer.Option(help="Leave out tokens below this share of the likeliest.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a generation.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: less of what prompt and output have; 1 is off.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Off a logit for each time its token is in the output.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Off the logits of all tokens in the output.")
+    ] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(help="Never generated; may be given several times.")
+    ] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate before it may end.  [default: 0]")
+    ] = None,
     spec: spec_options.Spec = "auto",
     draft_tokens: spec_options.DraftTokens = None,
     accept: spec_options.Accept = "coupled",
@@ -118,6 +133,11 @@ def run(
         "top_k": top_k,
         "min_p": min_p,
         "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "bad_words": bad_word or None,
+        "min_tokens": min_tokens,
     }
     given: dict[str, Any] = {name: value for name, value in choices.items() if value is not None}
     with LLM(engine, speculative=speculative) as llm:

@@ -31,7 +31,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.logits import LogitsProcessor, draw_rows, require_choice
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec.accept import Verdict, accept_probabilistic
 from inkrt.runtime.spec.drafter import Drafter, Proposal
@@ -75,7 +78,14 @@ class Speculator:
         self._most = most
         self._rule = rule
 
-    def run(self, session: Session, tokens: Sequence[int], sampling: Sampling, most: int) -> Round:
+    def run(
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        most: int,
+        processor: LogitsProcessor | None = None,
+    ) -> Round:
         """Run one round.
 
         Args:
@@ -83,19 +93,20 @@ class Speculator:
             tokens: the timeline, with the token that comes next into the session.
             sampling: of the request.
             most: tokens that the caller can use, at least 1.
+            processor: of the request; with one, the rows are drawn here, not by the step.
 
         Raises:
             CapacityError: not even one token more fits.
+            RequestError: the request bans every token that could come next.
         """
         assert session.length == len(tokens) - 1, (session.length, len(tokens))
-        is_coupled = self._rule == "coupled" or sampling.temperature == 0
         # The last row needs no draft of its own; its token is written in the next round.
         room = min(self._most, most - 1, session.num_writable(1 + self._most) - 1)
-        if room <= 0:
-            return Round([session.decode(tokens[-1], sampling)])
-        if num_plain := self._policy.skip(session.length):
+        num_plain = self._policy.skip(session.length) if room > 0 else 1
+        if num_plain:
             num_more = min(num_plain, most) - 1
-            return Round([session.decode(tokens[-1], sampling, num_more=num_more)])
+            return Round([_decode(session, tokens, sampling, processor, num_more)])
+        is_coupled = self._rule == "coupled" or sampling.temperature == 0
         proposal = self._drafter.draft(session, tokens, sampling, room, coupled=is_coupled)
         proposal = proposal.first(room)
         num_proposed = len(proposal.tokens)
@@ -103,30 +114,68 @@ class Speculator:
         if num_proposed:
             width = self._policy.choose(proposal.confidences, num_proposed, session.length)
         if width == 0:
-            return Round([session.decode(tokens[-1], sampling)], proposed=num_proposed)
+            return Round([_decode(session, tokens, sampling, processor)], proposed=num_proposed)
         drafts = proposal.first(width)
         start = session.length
-        accept = self._accept_coupled if is_coupled else self._accept_probabilistic
-        verdict = accept(session, tokens, drafts, sampling)
+        verify = _verify_coupled if is_coupled else _verify_probabilistic
+        verdict = verify(session, tokens, drafts, sampling, processor)
         session.rollback(start + 1 + verdict.accepted)
         self._policy.observe(width, verdict.accepted)
         return Round(
             [*drafts.tokens[: verdict.accepted], verdict.token], width, proposed=num_proposed
         )
 
-    def _accept_coupled(
-        self, session: Session, tokens: Sequence[int], drafts: Proposal, sampling: Sampling
-    ) -> Verdict:
-        output = session.step([tokens[-1], *drafts.tokens], sampling, wants_logits=False)
-        drawn = output.tokens.tolist()
-        accepted = 0
-        while accepted < len(drafts.tokens) and drafts.tokens[accepted] == drawn[accepted]:
-            accepted += 1
-        return Verdict(accepted, drawn[accepted])
 
-    def _accept_probabilistic(
-        self, session: Session, tokens: Sequence[int], drafts: Proposal, sampling: Sampling
-    ) -> Verdict:
-        anchor = session.length
-        output = session.step([tokens[-1], *drafts.tokens], sampling)
-        return accept_probabilistic(drafts.tokens, output.logits, drafts.logits, sampling, anchor)
+def _decode(
+    session: Session,
+    tokens: Sequence[int],
+    sampling: Sampling,
+    processor: LogitsProcessor | None,
+    num_more: int = 0,
+) -> int:
+    """The token behind the timeline, by a plain step."""
+    if processor is None:
+        return session.decode(tokens[-1], sampling, num_more=num_more)
+    logits = session.step(tokens[-1:], sampling).logits
+    return draw_rows(logits, processor, sampling, tokens)[0]
+
+
+def _verify_coupled(
+    session: Session,
+    tokens: Sequence[int],
+    drafts: Proposal,
+    sampling: Sampling,
+    processor: LogitsProcessor | None,
+) -> Verdict:
+    block = [tokens[-1], *drafts.tokens]
+    if processor is not None:
+        logits = session.step(block, sampling).logits
+        drawn = draw_rows(logits, processor, sampling, tokens, drafts.tokens)
+        return Verdict(len(drawn) - 1, drawn[-1])
+    drawn = session.step(block, sampling, wants_logits=False).tokens.tolist()
+    accepted = 0
+    while accepted < len(drafts.tokens) and drafts.tokens[accepted] == drawn[accepted]:
+        accepted += 1
+    return Verdict(accepted, drawn[accepted])
+
+
+def _verify_probabilistic(
+    session: Session,
+    tokens: Sequence[int],
+    drafts: Proposal,
+    sampling: Sampling,
+    processor: LogitsProcessor | None,
+) -> Verdict:
+    anchor = session.length
+    rows = session.step([tokens[-1], *drafts.tokens], sampling).logits
+    if processor is not None:
+        rows = processor.process(rows, tokens, drafts.tokens)
+        # A row that bans everything has no distribution: the block ends in front of it.
+        is_empty = np.isneginf(rows).all(-1)
+        if is_empty.any():
+            drafts = drafts.first(int(is_empty.argmax()))
+    rows = rows[: len(drafts.tokens) + 1]
+    verdict = accept_probabilistic(drafts.tokens, rows, drafts.logits, sampling, anchor)
+    if processor is not None:
+        require_choice(rows[verdict.accepted])
+    return verdict

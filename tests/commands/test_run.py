@@ -107,6 +107,26 @@ def test_options_replace_the_models_parameters() -> None:
     assert the_llm().asked == [("x", expected)]
 
 
+def test_options_that_change_logits() -> None:
+    penalties = "--repetition-penalty 1.2 --frequency-penalty -0.5 --presence-penalty 1.5"
+    others = ["--bad-word", "as an AI", "--bad-word", "oh", "--min-tokens", "3"]
+    assert invoke("engine", "-p", "x", *penalties.split(), *others).exit_code == 0
+    llm = the_llm()
+    assert llm.asked[0][1] == replace(
+        llm.default_params,
+        repetition_penalty=1.2,
+        frequency_penalty=-0.5,
+        presence_penalty=1.5,
+        bad_words=("as an AI", "oh"),
+        min_tokens=3,
+    )
+    result = invoke("engine", "-p", "x", "--min-tokens", "5", "--max-tokens", "4")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "error: min_tokens is 5, it must be at most max_tokens (4)\n",
+    )
+
+
 def test_options_from_the_environment() -> None:
     assert invoke("engine", "-p", "x", INK_RUN_MAX_TOKENS="4").exit_code == 0
     llm = the_llm()
