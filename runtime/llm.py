@@ -20,7 +20,7 @@ from inkrt.runtime.engine import Engine
 from inkrt.runtime.generation import Generation, check_request
 from inkrt.runtime.output import CompletionOutput, Delta, RequestOutput
 from inkrt.runtime.sampling_params import SamplingParams
-from inkrt.runtime.spec.config import SpeculativeConfig
+from inkrt.runtime.spec.config import Method, SpeculativeConfig
 from inkrt.runtime.spec.self_test import check_drafter
 from inkrt.runtime.spec.stats import SpeculationStats
 
@@ -67,6 +67,7 @@ class LLM:
     Attributes:
         engine: the open engine; its sessions must not run beside this object's calls.
         default_params: used where a call gives none.
+        method: who proposes tokens: "none", "ngram" or "dspark".
         speculation: what speculation has done in all requests that have ended.
 
     Raises:
@@ -88,7 +89,8 @@ class LLM:
         chosen = speculative or SpeculativeConfig()
         try:
             self._speculation = chosen.resolve(self.engine.folder, self.engine.config)
-            if self._speculation is not None and self._speculation.method == "dspark":
+            self.method: Method = "none" if self._speculation is None else self._speculation.method
+            if self.method == "dspark":
                 check_drafter(self.engine)
         except BaseException:
             self.engine.close()

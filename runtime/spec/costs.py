@@ -70,10 +70,9 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
         assert self._problem() is None, self._problem()
         path = folder / COSTS_NAME
         staged = folder / f".{COSTS_NAME}.tmp-{secrets.token_hex(4)}"
-        content = msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
         try:
             with staged.open("wb") as file:
-                file.write(content)
+                file.write(self.encode())
                 file.flush()
                 os.fsync(file.fileno())
             staged.replace(path)
@@ -83,6 +82,10 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
                 f"cannot write {path} ({error.strerror}); make the engine folder writable"
             ) from None
         return path
+
+    def encode(self) -> bytes:
+        """The file's content."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     def round_costs(self, context: int, most: int, *, with_draft_step: bool) -> RoundCosts:
         """Seconds of rounds with up to `most` drafts, at the nearest measured context from above.
