@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.runtime.llm import LLM
+from inkrt.runtime.logits import needs_processing
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.spec import config
 from inkrt.runtime.spec.config import SpeculativeConfig
@@ -53,6 +55,58 @@ def test_output_is_that_of_plain_decoding(folder: Path, params: SamplingParams) 
     assert stats.emitted == len(tokens) * (params.max_tokens - 1)
     assert stats.rounds > 0
     assert stats.accepted > 0 or params.temperature == 1.0
+
+
+WORDS = [5, 7, 11]  # random weights that may say anything repeat nothing
+PENALTIES = [
+    {"repetition_penalty": 3.0, "presence_penalty": 0.2, "frequency_penalty": 0.5},
+    {"frequency_penalty": -0.3, "logit_bias": {5: -9.0}, "min_tokens": 20},
+    {"frequency_penalty": 0.1, "bad_words": [[5, 5], [7, 7, 7], [11, 11], [7, 5, 11]]},
+]
+
+
+@pytest.mark.parametrize("penalties", PENALTIES, ids=["less", "more", "banned"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_output_under_penalties_is_that_of_plain_decoding(
+    folder: Path, penalties: dict[str, Any], temperature: float
+) -> None:
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=30,
+            ignore_eos=True,
+            allowed_token_ids=WORDS,
+            **penalties,
+        )
+        for seed in ([0] if temperature == 0 else [1, 2, 2**62 + 3])
+    ]
+    tokens = [[5, 7, 11, 11, 7, 5, 5]] * len(params)
+    free = SamplingParams(
+        temperature=temperature, seed=params[0].seed, max_tokens=30, ignore_eos=True,
+        allowed_token_ids=WORDS,
+    )  # fmt: skip
+    with LLM(folder) as llm:
+        plain = [output.outputs for output in llm.generate(tokens, params)]
+        (without,) = llm.generate(tokens[:1], free)
+    assert plain[0] != without.outputs
+    with LLM(folder, speculative=SpeculativeConfig("ngram")) as llm:
+        assert [output.outputs for output in llm.generate(tokens, params)] == plain
+        assert llm.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "cool", "filtered"])
+def test_drawing_on_the_host_gives_the_tokens_of_the_step(
+    folder: Path, params: SamplingParams
+) -> None:
+    unchanged = replace(params, logit_bias={5: 0.0})  # has a processor, which changes nothing
+    assert needs_processing(unchanged)
+    for speculative in (None, SpeculativeConfig("ngram")):
+        with LLM(folder, speculative=speculative) as llm:
+            tokens = prompts(llm.engine.config.model.vocab_size)[1:]
+            by_step = [output.outputs for output in llm.generate(tokens, params)]
+            on_host = [output.outputs for output in llm.generate(tokens, unchanged)]
+        assert on_host == by_step
 
 
 class Oracle:
