@@ -88,8 +88,8 @@ class LLM:
         self.speculation = SpeculationStats()
         chosen = speculative or SpeculativeConfig()
         try:
-            self._speculation = chosen.resolve(self.engine.folder, self.engine.config)
-            self.method: Method = "none" if self._speculation is None else self._speculation.method
+            self._drafting = chosen.resolve(self.engine.folder, self.engine.config)
+            self.method: Method = "none" if self._drafting is None else self._drafting.method
             if self.method == "dspark":
                 check_drafter(self.engine)
         except BaseException:
@@ -260,7 +260,7 @@ class LLM:
                 request.prompt,
                 request.params,
                 self.engine.tokenizer,
-                None if self._speculation is None else self._speculation.speculator(),
+                None if self._drafting is None else self._drafting.speculator(),
             )
             return True
 

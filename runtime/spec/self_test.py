@@ -52,7 +52,9 @@ def _problem(engine: Engine) -> str | None:
             return "its logits are not numbers (NaN)"
         if np.isposinf(logits).any() or np.isneginf(logits).all(-1).any():
             return "its logits are infinite"
-        if (logits.max(-1) == logits.min(-1)).all():
+        # Tokens that cannot be drafted at all are at -inf.
+        lowest = np.where(np.isneginf(logits), np.inf, logits).min(-1)
+        if (logits.max(-1) == lowest).all():
             return "it finds all tokens equally likely, as with weights that are all zero"
     if np.array_equal(first, changed_anchor):
         return f"its logits are the same behind tokens {anchor} and {other}"

@@ -124,6 +124,7 @@ class CostAware:
     _num_plain: int = 0
     _drafts_pay: bool = True
     _last_width: int = 0
+    _unread: float | None = None
 
     def __post_init__(self) -> None:
         assert self.explore_every >= 1, self.explore_every
@@ -164,6 +165,7 @@ class CostAware:
         most = min(most, len(seconds) - 1)
         is_exploring = self._is_exploring()
         self._num_rounds += 1
+        self._unread = None
         if is_exploring:
             return most
         survival, tokens, width = 1.0, 1.0, 0
@@ -181,17 +183,29 @@ class CostAware:
             tokens += survival
             width += 1
         self._last_width = width
+        self._unread = None if confidences is None or width == most else confidences[width]
+        if width == 0 and self._unread is not None:
+            self._see(0, self._unread)
         return width
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See `WidthPolicy`; a round weighs half as much after some 35 more."""
         for place in range(min(drafted, accepted + 1, len(self._reached))):
-            self._reached[place] = 0.98 * self._reached[place] + 1
-            self._accepted[place] = 0.98 * self._accepted[place] + (place < accepted)
+            self._see(place, float(place < accepted))
+        if accepted == drafted and self._unread is not None:
+            self._see(drafted, self._unread)
 
     def _is_exploring(self) -> bool:
         """Whether the next round verifies everything: the first few, and then now and then."""
         return self._num_rounds < self.num_first or (self._num_rounds + 1) % self.explore_every == 0
+
+    def _see(self, place: int, acceptance: float) -> None:
+        """Take in what became of a draft, or what was thought of the first that was not read.
+
+        Without the latter, only drafts that looked good would count.
+        """
+        self._reached[place] = 0.98 * self._reached[place] + 1
+        self._accepted[place] = 0.98 * self._accepted[place] + acceptance
 
     def _rate(self, place: int) -> float:
         return self._accepted[place] / self._reached[place]

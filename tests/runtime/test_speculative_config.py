@@ -173,6 +173,12 @@ def one_token(text: list[int]) -> NDArray[np.float32]:
     return logits
 
 
+def trimmed_and_flat(_: list[int]) -> NDArray[np.float32]:
+    logits = np.zeros((SURE.block_size, VOCAB), np.float32)
+    logits[:, 100:] = -np.inf
+    return logits
+
+
 def with_value(value: float, row: Any, token: Any) -> Draft:
     def draft(text: list[int]) -> NDArray[np.float32]:
         logits = sound(text)
@@ -187,11 +193,12 @@ def with_value(value: float, row: Any, token: Any) -> Draft:
     [
         (sound, None),
         (one_token, None),
-        (with_value(-np.inf, slice(None), slice(0, VOCAB - 1)), None),  # a trimmed vocabulary
+        (with_value(-np.inf, slice(None), slice(0, VOCAB // 2)), None),  # a trimmed vocabulary
         (with_value(np.nan, 4, 17), r"not numbers \(NaN\)"),
         (with_value(np.inf, 0, 0), "infinite"),
         (with_value(-np.inf, 3, slice(None)), "infinite"),
         (with_value(0.0, slice(None), slice(None)), "all tokens equally likely"),
+        (trimmed_and_flat, "all tokens equally likely"),
         (constant, "the same behind tokens 3 and 11"),
         (lambda text: sound(text[-1:]), "the same behind two different contexts"),
     ],

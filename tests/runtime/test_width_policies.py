@@ -103,6 +103,24 @@ def test_nothing_is_drafted_where_it_does_not_pay_and_again_when_it_does():
     assert good[-300:].count(3) > 250
 
 
+def test_drafts_that_are_never_read_count_as_what_was_thought_of_them():
+    """Else a drafter that is sure once in a while would be asked for ever."""
+    policy = cost_aware([1.3, 1.4, 1.5], plain=1.0, explore_every=20)
+    generator = np.random.default_rng(8)
+    skipped = 0
+    for _ in range(400):
+        if policy.skip(0):
+            skipped += 1
+            continue
+        is_sure = generator.random() < 0.1
+        confidences = [0.95, 0.95] if is_sure else [0.05, 0.05]
+        width = policy.choose(confidences, 2, 0)
+        if width:
+            right = int((generator.random(2) < confidences).cumprod().sum())
+            policy.observe(width, min(right, width))
+    assert skipped > 300
+
+
 def test_skipping_tells_how_many_plain_steps_are_left():
     policy = cost_aware([2.0, 5.0], plain=1.0, explore_every=6, num_first=0)
     assert [policy.skip(0) for _ in range(7)] == [6, 5, 4, 3, 2, 1, 0]
