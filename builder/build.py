@@ -8,7 +8,7 @@ to a callback, one line per stage.
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import nn
 import inkrt
 from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint, read_json
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
-from inkrt.builder.drafter import FoundDrafter, choose_drafter, traceable
+from inkrt.builder.drafter import FoundDrafter, choose_drafter, require_buildable
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower
@@ -47,12 +47,14 @@ from inkrt.runtime.engine_file import (
     FORMAT,
     FORMAT_VERSION,
     TOKENIZER_FILES,
+    DraftSpec,
     EngineCode,
     EngineConfig,
     MemoryTable,
     ModelInfo,
     StateLayout,
     StateSpec,
+    StepSpec,
     encode_code,
     encode_config,
     plan_file,
@@ -125,7 +127,8 @@ def prepare(
     if options.weights == "real":
         _check_weights(checkpoint, definition, model, sharding)
     drafter = choose_drafter(checkpoint, definition, model, options, draft_checkpoint, progress)
-    drafter = traceable(drafter, options, progress)
+    if drafter is not None:
+        require_buildable(drafter, definition, options.target)
     options = dataclasses.replace(options, spec=drafter.method if drafter else "none")
     dtype = _DTYPES[options.dtype]
     state = _state_options(options)
@@ -139,10 +142,8 @@ def prepare(
         raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
     passes = passes_for(options.target, keeps_intermediates=options.keep_intermediates)
     started = time.monotonic()
-    module: nn.Module | None = None
-    for step in engine_steps(options):
-        last_row_only = step.num_rows < step.num_tokens
-        module = definition.build_module(model, sharding, dtype, state, last_row_only)
+    modules = list(_step_modules(definition, model, options, dtype, state, drafter))
+    for step, module in modules:
         graph = trace(module, step, state, options.tp_size, dtype)
         if dump_folder is not None:
             write_graph(dump_folder, 0, "traced", graph)
@@ -154,7 +155,7 @@ def prepare(
         plans[step.name] = lower(graph, target)
         launches = len(plans[step.name].launches)
         progress(f"step {step.name}: {launches} launches")
-    assert module is not None
+    _, module = modules[0]  # all steps have its weights and state, the draft step some of them
     if target.chooser is not None:
         progress(target.chooser.summary())
     progress(f"traced and lowered {len(plans)} steps in {time.monotonic() - started:.1f} s")
@@ -173,6 +174,27 @@ def prepare(
         _engine_code(plans, target, tensors, options),
         drafter,
     )
+
+
+def _step_modules(
+    definition: Definition,
+    model: ModelConfig,
+    options: BuildOptions,
+    dtype: torch.dtype,
+    state: StateOptions,
+    drafter: FoundDrafter | None,
+) -> Iterator[tuple[StepSpec, nn.Module]]:
+    """Every step and what is traced for it: those of the model, then that of the drafter."""
+    base = (model, Sharding(options.tp_size, options.moe_split), dtype, state)
+    drafting = definition.drafting if drafter else None
+    for step in engine_steps(options):
+        last_row_only = step.num_rows < step.num_tokens
+        if drafting and drafter:
+            yield step, drafting.build_module(*base, last_row_only, drafter.config)
+        else:
+            yield step, definition.build_module(*base, last_row_only)
+    if drafting and drafter and (spec := _draft_spec(drafter)):
+        yield spec.step, drafting.build_draft_step(*base, drafter.config)
 
 
 def build_engine(
@@ -348,6 +370,13 @@ def _pack_weights(
         progress(f"unknown tensor left out: {name}")
 
 
+def _draft_spec(drafter: FoundDrafter | None) -> DraftSpec | None:
+    if drafter is None:
+        return None
+    config = drafter.config
+    return DraftSpec(drafter.method, config.block_size, config.head, config.has_confidence)
+
+
 def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Path) -> EngineConfig:
     options, model, drafter = prepared.options, prepared.model, prepared.drafter
     build = dataclasses.asdict(options)
@@ -376,6 +405,7 @@ def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Pat
         plugins={name: plugins()[name].version for name in sorted(used)},
         checkpoint_fingerprint=(drafter.checkpoint if drafter else checkpoint).fingerprint,
         files=file_entries(folder),
+        draft=_draft_spec(drafter),
     )
 
 

@@ -5,10 +5,10 @@ Row j stands at position P + j. It sees
     context keys at p < P, of them those with p >= P + j - (window - 1) if there is a window
     block keys i: all of them, or those with i <= j if the block is causal
 
-and takes the softmax of `sink_attention` over them, with sinks or without. The anchor, row 0, has no
-context key yet: the token's features are made by the step that appends it. A window counts the row
-itself and bounds the context only, so that a block wider than it still sees itself as the mask above
-says. Context keys come from the pages; keys of the block are not written anywhere.
+and takes the softmax of `sink_attention` over them, with sinks or without. The anchor, row 0, has
+no context key yet: the token's features are made by the step that appends it. A window counts the
+row itself and bounds the context only: of its block a row sees what the mask above says, however
+short the window is. Context keys come from the pages; keys of the block are written nowhere.
 Source: dspark.md sections 2.2 and 2.4.
 """
 
