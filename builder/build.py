@@ -8,7 +8,7 @@ to a callback, one line per stage.
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from torch import nn
 import inkrt
 from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint, read_json
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
+from inkrt.builder.drafter import FoundDrafter, choose_drafter, require_buildable
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower
-from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions
+from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
 from inkrt.builder.steps import engine_steps
@@ -46,12 +47,14 @@ from inkrt.runtime.engine_file import (
     FORMAT,
     FORMAT_VERSION,
     TOKENIZER_FILES,
+    DraftSpec,
     EngineCode,
     EngineConfig,
     MemoryTable,
     ModelInfo,
     StateLayout,
     StateSpec,
+    StepSpec,
     encode_code,
     encode_config,
     plan_file,
@@ -86,6 +89,7 @@ class Prepared:
     state: StateLayout
     memory: MemoryTable
     code: EngineCode
+    drafter: FoundDrafter | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -99,6 +103,7 @@ def prepare(
     progress: Progress = lambda _line: None,
     dump_folder: Path | None = None,
     timing_cache: Path | None = None,
+    draft_checkpoint: Path | None = None,
 ) -> Prepared:
     """Read the configuration, trace, fuse and lower every step, and size the memory.
 
@@ -109,6 +114,7 @@ def prepare(
         progress: called with a line per stage.
         dump_folder: where to write the graphs after every pass, if anywhere.
         timing_cache: file of times that tactics are chosen by; None takes that of the package.
+        draft_checkpoint: folder of the drafter; None for the one that the checkpoint may bundle.
 
     Raises:
         InkError: the model, an option or their combination is not supported.
@@ -120,6 +126,10 @@ def prepare(
     options = _resolve(checkpoint, definition, model, options)
     if options.weights == "real":
         _check_weights(checkpoint, definition, model, sharding)
+    drafter = choose_drafter(checkpoint, definition, model, options, draft_checkpoint, progress)
+    if drafter is not None:
+        require_buildable(drafter, definition, options.target)
+    options = dataclasses.replace(options, spec=drafter.method if drafter else "none")
     dtype = _DTYPES[options.dtype]
     state = _state_options(options)
     plans: dict[str, Plan] = {}
@@ -132,10 +142,8 @@ def prepare(
         raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
     passes = passes_for(options.target, keeps_intermediates=options.keep_intermediates)
     started = time.monotonic()
-    module: nn.Module | None = None
-    for step in engine_steps(options):
-        last_row_only = step.num_rows < step.num_tokens
-        module = definition.build_module(model, sharding, dtype, state, last_row_only)
+    modules = list(_step_modules(definition, model, options, dtype, state, drafter))
+    for step, module in modules:
         graph = trace(module, step, state, options.tp_size, dtype)
         if dump_folder is not None:
             write_graph(dump_folder, 0, "traced", graph)
@@ -147,7 +155,7 @@ def prepare(
         plans[step.name] = lower(graph, target)
         launches = len(plans[step.name].launches)
         progress(f"step {step.name}: {launches} launches")
-    assert module is not None
+    _, module = modules[0]  # all steps have its weights and state, the draft step some of them
     if target.chooser is not None:
         progress(target.chooser.summary())
     progress(f"traced and lowered {len(plans)} steps in {time.monotonic() - started:.1f} s")
@@ -164,7 +172,29 @@ def prepare(
         layout,
         _memory_table(tensors, layout, plans),
         _engine_code(plans, target, tensors, options),
+        drafter,
     )
+
+
+def _step_modules(
+    definition: Definition,
+    model: ModelConfig,
+    options: BuildOptions,
+    dtype: torch.dtype,
+    state: StateOptions,
+    drafter: FoundDrafter | None,
+) -> Iterator[tuple[StepSpec, nn.Module]]:
+    """Every step and what is traced for it: those of the model, then that of the drafter."""
+    base = (model, Sharding(options.tp_size, options.moe_split), dtype, state)
+    drafting = definition.drafting if drafter else None
+    for step in engine_steps(options):
+        last_row_only = step.num_rows < step.num_tokens
+        if drafting and drafter:
+            yield step, drafting.build_module(*base, last_row_only, drafter.config)
+        else:
+            yield step, definition.build_module(*base, last_row_only)
+    if drafting and drafter and (spec := _draft_spec(drafter)):
+        yield spec.step, drafting.build_draft_step(*base, drafter.config)
 
 
 def build_engine(
@@ -174,10 +204,11 @@ def build_engine(
     progress: Progress = lambda _line: None,
     dump_folder: Path | None = None,
     timing_cache: Path | None = None,
+    draft_checkpoint: Path | None = None,
 ) -> EngineConfig:
     """Build an engine folder; it appears under `target` complete or not at all.
 
-    The same checkpoint, options and timing cache give the same bytes. See `prepare` for arguments.
+    The same checkpoints, options and timing cache give the same bytes. See `prepare` for arguments.
 
     Raises:
         InkError: the checkpoint or an option is unfit, or writing failed.
@@ -187,7 +218,7 @@ def build_engine(
     progress(f"checkpoint {checkpoint_folder}: {len(checkpoint.names)} tensors")
     if options.target == BLACKWELL:
         progress(f"target {BLACKWELL}: kernels compile, but none has run on such a GPU yet")
-    prepared = prepare(checkpoint, options, progress, dump_folder, timing_cache)
+    prepared = prepare(checkpoint, options, progress, dump_folder, timing_cache, draft_checkpoint)
     is_dummy = options.weights == "dummy"
     needed = _FOLDER_OVERHEAD_BYTES + (0 if is_dummy else prepared.weight_bytes)
     with staged_folder(target, needed) as folder:
@@ -315,19 +346,22 @@ def _pack_weights(
     folder: Path, checkpoint: CheckpointSource, prepared: Prepared, progress: Progress
 ) -> None:
     options, used = prepared.options, set[str]()
+    drafter = prepared.drafter
+    reader = drafter.checkpoint if drafter else checkpoint
     started, written = time.monotonic(), 0
     for rank in range(options.tp_size):
         sources = prepared.definition.weight_sources(
             prepared.model, checkpoint.names, rank, Sharding(options.tp_size, options.moe_split)
         )
+        sources |= drafter.sources if drafter else {}
         used |= {part.name for source in sources.values() for part in source.parts}
-        for _, tensor in pack_rank(folder, rank, prepared.tensors, checkpoint, sources):
+        for _, tensor in pack_rank(folder, rank, prepared.tensors, reader, sources):
             written += tensor.num_bytes
         rate = written / max(time.monotonic() - started, 1e-9) / 1e9
         progress(
             f"packed rank {rank}: {written:,} of {prepared.weight_bytes:,} bytes, {rate:.2f} GB/s"
         )
-    others = sorted(checkpoint.names - used)
+    others = sorted(reader.names - used - (drafter.left_out if drafter else frozenset()))
     ignored = [name for name in others if prepared.definition.ignored(name)]
     unknown = [name for name in others if not prepared.definition.ignored(name)]
     if ignored:
@@ -336,8 +370,15 @@ def _pack_weights(
         progress(f"unknown tensor left out: {name}")
 
 
+def _draft_spec(drafter: FoundDrafter | None) -> DraftSpec | None:
+    if drafter is None:
+        return None
+    config = drafter.config
+    return DraftSpec(drafter.method, config.block_size, config.head, config.has_confidence)
+
+
 def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Path) -> EngineConfig:
-    options, model = prepared.options, prepared.model
+    options, model, drafter = prepared.options, prepared.model, prepared.drafter
     build = dataclasses.asdict(options)
     used = {launch.op for plan in prepared.plans.values() for launch in plan.launches}
     return EngineConfig(
@@ -360,10 +401,11 @@ def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Pat
         state=prepared.state,
         memory=prepared.memory,
         build=build,
-        rebuild_command=rebuild_command(options),
+        rebuild_command=rebuild_command(options, drafter is not None and drafter.has_folder),
         plugins={name: plugins()[name].version for name in sorted(used)},
-        checkpoint_fingerprint=checkpoint.fingerprint,
+        checkpoint_fingerprint=(drafter.checkpoint if drafter else checkpoint).fingerprint,
         files=file_entries(folder),
+        draft=_draft_spec(drafter),
     )
 
 
@@ -373,12 +415,3 @@ def _generation_eos(checkpoint: CheckpointSource) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     return ConfigReader(read_json(path), path.name).token_ids("eos_token_id", None)
-
-
-def rebuild_command(options: BuildOptions) -> str:
-    """The command line that builds with the same options."""
-    flags = [
-        f"--{field.name.replace('_', '-')} {getattr(options, field.name)}"
-        for field in dataclasses.fields(options)
-    ]
-    return " ".join(["ink-build CHECKPOINT -o ENGINE", *flags])

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 INDEX_NAME = "model.safetensors.index.json"
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}  # by their safetensors codes
+# By their safetensors codes: of weights, and of token ids.
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+_ID_DTYPES = ("I64", "I32", "BOOL")
 
 
 class CheckpointSource(Protocol):
@@ -47,6 +49,10 @@ class CheckpointSource(Protocol):
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Stored dtype of a tensor."""
+        ...
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Stored shape of a tensor."""
         ...
 
     def check(self, part: Part) -> None:
@@ -153,13 +159,27 @@ class Checkpoint:
             )
         return _DTYPES[code]
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Stored shape of a tensor, from its shard's header.
+
+        Raises:
+            CheckpointError: the tensor is missing.
+        """
+        return tuple(self._header_of(name).get_shape())
+
     def check(self, part: Part) -> None:
         """Compare the header of a tensor with what is expected of it; reads no data.
 
         Raises:
             CheckpointError: the tensor is missing, or its shape or dtype is not the expected.
         """
-        self.dtype_of(part.name)
+        if not part.is_ids:
+            self.dtype_of(part.name)
+        elif (code := self._header_of(part.name).get_dtype()) not in _ID_DTYPES:
+            raise CheckpointError(
+                f"{self.folder / self._shard_of[part.name]}: tensor {part.name} has dtype {code}, "
+                f"token ids must be {', '.join(_ID_DTYPES)}"
+            )
         shape = self._header_of(part.name).get_shape()
         if tuple(shape) != part.shape:
             raise CheckpointError(

@@ -109,6 +109,14 @@ class GgufCheckpoint:
         """
         return self._entry(name).dtype
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor as it reads.
+
+        Raises:
+            CheckpointError: the tensor is missing.
+        """
+        return self._entry(name).shape
+
     def check(self, part: Part) -> None:
         """Compare the header of a tensor with what is expected of it; reads no data.
 

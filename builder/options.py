@@ -1,6 +1,6 @@
 """What can be chosen when an engine is built. The command line and config.json derive from it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from inkrt.errors import ConfigError
@@ -31,6 +31,8 @@ class BuildOptions:
         keep_intermediates: every intermediate tensor has memory of its own, so that a parity report
             can read all of them after a step; otherwise they share memory by lifetime. Rings are as
             on a GPU, so that plans of all targets have the same launches.
+        spec: the drafter that is built in: "auto" is the one that the checkpoint bundles, if any;
+            "dspark" asks for one, "none" leaves it out.
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
     """
 
@@ -60,6 +62,9 @@ class BuildOptions:
     )
     keep_intermediates: bool = field(
         default=False, metadata={"help": "own memory for every intermediate, for parity reports"}
+    )
+    spec: Literal["auto", "none", "dspark"] = field(
+        default="auto", metadata={"help": "drafter to build in; auto: the checkpoint's, if any"}
     )
     weights: Literal["real", "dummy"] = field(
         default="real", metadata={"help": "dummy: no weight files, a fixed pattern at run time"}
@@ -91,8 +96,20 @@ class BuildOptions:
             )
         for name, allowed in (
             ("dtype", ("auto", "bfloat16", "float32")),
+            ("spec", ("auto", "none", "dspark")),
             ("weights", ("real", "dummy")),
             ("moe_split", ("experts", "width")),
         ):
             if (got := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
+
+
+def rebuild_command(options: BuildOptions, has_draft_checkpoint: bool = False) -> str:
+    """The command line that builds with the same options."""
+    flags = [
+        f"--{field.name.replace('_', '-')} {getattr(options, field.name)}"
+        for field in fields(options)
+    ]
+    if has_draft_checkpoint:
+        flags.append("--draft-checkpoint DRAFTER")
+    return " ".join(["ink-build CHECKPOINT -o ENGINE", *flags])

@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from inkrt.engines.dspark.config import DSparkConfig
+
 # Positions a session can always go back from the furthest one it has written: the widest verify
 # step (8) and a margin. Rings are at least this much longer than what one step looks back.
 ROLLBACK_TOKENS = 13
@@ -111,11 +113,13 @@ class Part:
         name: tensor name in the checkpoint.
         shape: the whole tensor's shape, checked before reading.
         index: one slice per dimension; steps are allowed.
+        is_ids: whether it holds integers or truth values, as no weight does.
     """
 
     name: str
     shape: tuple[int, ...]
     index: tuple[slice, ...]
+    is_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +220,48 @@ EXACT_PARITY = {"float32": ParityBound(2e-6), "bfloat16": ParityBound(1e-2)}
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTarget:
+    """What a drafter has to fit.
+
+    Attributes:
+        hidden_size: of a tapped feature and of an embedding's row.
+        num_hidden_layers: layers that can be tapped.
+        vocab_size: rows of the embedding.
+        unpadded_vocab_size: tokens that can be sampled.
+        max_position_embeddings: positions that it was made for.
+        softcap: of its final logits; None for none.
+        has_embed_norm: whether it norms the rows of the embedding.
+        has_mlp_conv: whether a layer's output passes a convolution, before which it can be tapped.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    unpadded_vocab_size: int
+    max_position_embeddings: int
+    softcap: float | None
+    has_embed_norm: bool
+    has_mlp_conv: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How a model family has a drafter in its engines.
+
+    Attributes:
+        build_module: as `Definition.build_module`, and from the drafter, whose context the module's
+            steps write; its parameters and state stand under `drafter.` behind the model's own.
+        build_draft_step: makes the module of the draft step of one rank from (config, sharding,
+            dtype, state options, drafter); parameters and state are some of that module's.
+    """
+
+    build_module: Callable[
+        [Any, Sharding, torch.dtype, StateOptions, bool, DSparkConfig], nn.Module
+    ]
+    build_draft_step: Callable[[Any, Sharding, torch.dtype, StateOptions, DSparkConfig], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
 class Definition:
     """One model family.
 
@@ -226,6 +272,8 @@ class Definition:
         weight_sources: maps every parameter name of the module to its place in the checkpoint,
             from (config, tensor names of the checkpoint, rank, sharding).
         ignored: whether a checkpoint tensor is known and belongs to a part that is not built.
+        draft_target: what a drafter of the model has to fit.
+        drafting: None for a family whose engines cannot have a drafter.
         parity: agreement with transformers that is expected, by compute dtype.
     """
 
@@ -233,4 +281,6 @@ class Definition:
     build_module: Callable[[Any, Sharding, torch.dtype, StateOptions, bool], nn.Module]
     weight_sources: Callable[[Any, frozenset[str], int, Sharding], dict[str, WeightSource]]
     ignored: Callable[[str], bool]
+    draft_target: Callable[[Any], DraftTarget]
+    drafting: Drafting | None = None
     parity: Mapping[str, ParityBound] = field(default_factory=lambda: EXACT_PARITY)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inkrt.engines.interface import Sharding
+from inkrt.engines.interface import DraftTarget, Sharding
 from inkrt.engines.reader import ConfigReader
 from inkrt.errors import ConfigError
 from inkrt.plugins.nvfp4 import BLOCK
@@ -137,6 +137,20 @@ def parse_config(values: Mapping[str, Any]) -> FlintConfig:
     )
     _check_consistency(config)
     return config
+
+
+def draft_target(config: FlintConfig) -> DraftTarget:
+    """What a drafter has to fit."""
+    return DraftTarget(
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.vocab_size,
+        config.unpadded_vocab_size,
+        config.max_position_embeddings,
+        softcap=None,
+        has_embed_norm=False,
+        has_mlp_conv=False,
+    )
 
 
 def _check_consistency(config: FlintConfig) -> None:

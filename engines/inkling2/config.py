@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inkrt.engines.interface import Sharding
+from inkrt.engines.interface import DraftTarget, Sharding
 from inkrt.engines.reader import ConfigReader
 from inkrt.errors import ConfigError
 
@@ -177,6 +177,20 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
             f"n_routed_experts {config.n_routed_experts}"
         )
     return config
+
+
+def draft_target(config: Inkling2Config) -> DraftTarget:
+    """What a drafter has to fit."""
+    return DraftTarget(
+        config.hidden_size,
+        config.num_hidden_layers,
+        config.vocab_size,
+        config.unpadded_vocab_size,
+        config.max_position_embeddings,
+        config.final_logit_softcapping,
+        has_embed_norm=True,
+        has_mlp_conv=True,
+    )
 
 
 def _layer_kinds(layer_types: Any, num_layers: int) -> tuple[bool, ...]:

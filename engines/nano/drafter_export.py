@@ -59,8 +59,12 @@ def embedded_config(config: DrafterConfig, kind: Head) -> dict[str, Any]:
         "dspark_rms_norm_eps": config.rms_norm_eps,
         "dspark_rope_theta": config.rope_theta,
         "dspark_max_position_embeddings": config.max_position_embeddings,
+        "dspark_layer_types": ["full_attention"] * config.num_hidden_layers,
         "dspark_sample_from_anchor": True,
         "dspark_is_causal": False,
+        "dspark_tap_point": "layer_output",
+        "dspark_applies_embed_norm": False,
+        "dspark_softcap_place": "before_bias",
         "dspark_enable_confidence_head": True,
         "dspark_confidence_head_with_markov": True,
     }
@@ -113,6 +117,8 @@ def as_layout(
         "markov_head_type": kind,
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
+        "tap_point": "layer_output",
+        "applies_embed_norm": False,
     }
     layers = config.num_hidden_layers
     backbone = own | {
@@ -120,6 +126,7 @@ def as_layout(
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": False,
+        "final_logit_softcapping": target.config.final_logit_softcapping,
         "layer_types": ["full_attention"] * layers,
     }
     if layout == "deepspec":

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from inkrt.engines.tiny.checkpoint import DTYPES, MODELS, write_checkpoint
+from inkrt.engines.tiny.drafter import DRAFTER_LAYOUTS, HEAD_KINDS, TinyDrafter
 from inkrt.errors import InkError
 
 
@@ -29,6 +30,17 @@ def main() -> int:
         default="safetensors",
         help="of the tensors' files; gguf: one file with NVFP4 matrices (flint only)",
     )
+    parser.add_argument(
+        "--drafter",
+        choices=list(DRAFTER_LAYOUTS),
+        help="a random DSpark drafter: embedded in the checkpoint, or in OUT/drafter in a layout",
+    )
+    parser.add_argument(
+        "--head", choices=list(HEAD_KINDS), default="rnn", help="sequential head of the drafter"
+    )
+    parser.add_argument(
+        "--trimmed", action="store_true", help="the drafter drafts only some of the tokens"
+    )
     options = parser.parse_args()
     try:
         write_checkpoint(
@@ -38,6 +50,9 @@ def main() -> int:
             dtype=options.dtype,
             layout=options.layout,
             format=options.format,
+            drafter=TinyDrafter(options.drafter, options.head, options.trimmed)
+            if options.drafter
+            else None,
         )
     except InkError as error:
         sys.stderr.write(f"error: {error}\n")

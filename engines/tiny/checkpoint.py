@@ -14,12 +14,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from inkrt.engines.tiny import drafter as tiny_drafter
 from inkrt.engines.tiny import flint, flint_gguf, inkling2, tokenizer
+from inkrt.engines.tiny.drafter import TinyDrafter
 from inkrt.errors import ConfigError
 
 Layout = Literal["publisher", "transformers"]
 Format = Literal["safetensors", "gguf"]
 NUM_SHARDS = 3
+DRAFTER_FOLDER = "drafter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def write_checkpoint(
     dtype: str = "bfloat16",
     layout: Layout = "publisher",
     format: Format = "safetensors",  # noqa: A002 (the option's name)
+    drafter: TinyDrafter | None = None,
 ) -> None:
     """Write a random checkpoint.
 
@@ -83,6 +87,8 @@ def write_checkpoint(
             the model in transformers. The numbers are the same.
         format: of the tensors' files. A GGUF file has names of its own, so a layout means nothing;
             its matrices are quantized without a change of their values.
+        drafter: a random one to go with it: in the checkpoint if it is embedded, else in the
+            folder `DRAFTER_FOLDER` inside of it.
 
     Raises:
         ConfigError: an argument is not one of those, two do not go together, or `out` is not an
@@ -104,12 +110,17 @@ def write_checkpoint(
             f"tiny checkpoint: {model} in the layout of the {layout} has no GGUF file; leave out "
             f"--format or take the model flint as published"
         )
+    if format == "gguf" and drafter is not None:
+        raise ConfigError(
+            "tiny checkpoint: a GGUF file has no drafter; leave out --format or --drafter"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"tiny checkpoint: {out} is not an empty folder; remove it or name another"
         )
     out.mkdir(parents=True, exist_ok=True)
 
+    config = definition.config(dtype)
     if format == "gguf":
         assert definition.write_gguf is not None
         definition.write_gguf(out, seed, DTYPES[dtype])
@@ -117,8 +128,15 @@ def write_checkpoint(
         values = dict(definition.tensors(seed, DTYPES[dtype]))
         if layout == "transformers":
             values = definition.to_transformers(values)
+        if drafter is not None:
+            own_config, own = tiny_drafter.build(drafter, config, values, seed)
+            if drafter.layout == "embedded":
+                config |= own_config
+                values |= own
+            else:
+                tiny_drafter.write_folder(out / DRAFTER_FOLDER, own_config, own)
         _write_shards(out, values)
-    _write_json(out / "config.json", definition.config(dtype))
+    _write_json(out / "config.json", config)
     for name, text in tokenizer.files(definition.style).items():
         (out / name).write_text(text, encoding="utf-8")
 

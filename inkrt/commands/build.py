@@ -30,6 +30,12 @@ def build(
         Path | None,
         typer.Option(metavar="FILE", help="Times to choose tactics by; default: the package's."),
     ] = None,
+    draft_checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Drafter to build in; default: what CHECKPOINT bundles."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Make an engine from a checkpoint.
@@ -50,11 +56,12 @@ def build(
             console.say(f"[{time.monotonic() - started:6.1f} s] {line}", is_result=False)
 
     if out is None or dry_run:
-        prepared = prepare(open_checkpoint(checkpoint), options, progress, dump_graph, timing_cache)
+        opened = open_checkpoint(checkpoint)
+        prepared = prepare(opened, options, progress, dump_graph, timing_cache, draft_checkpoint)
         table = engine_text.memory(prepared.memory, prepared.state, prepared.plans)
         console.say("\n".join(table))
     else:
-        build_engine(checkpoint, out, options, progress, dump_graph, timing_cache)
+        build_engine(checkpoint, out, options, progress, dump_graph, timing_cache, draft_checkpoint)
 
 
 def make_app() -> typer.Typer:

@@ -8,9 +8,9 @@ import torch
 from small_flint import write_small as write_flint
 from small_model import OPTIONS, edit_config, write_small
 
-from inkrt.builder.build import build_engine, prepare, rebuild_command
+from inkrt.builder.build import build_engine, prepare
 from inkrt.builder.checkpoint import Checkpoint
-from inkrt.builder.options import BuildOptions
+from inkrt.builder.options import BuildOptions, rebuild_command
 from inkrt.errors import ConfigError
 from inkrt.runtime.engine_file import read_config
 
@@ -62,6 +62,7 @@ def test_options_that_do_not_fit_the_model(
             "prefill chunk must be above 8 (narrower steps are verify steps), got 8",
         ),
         ({"dtype": "fp8"}, "dtype must be one of auto, bfloat16, float32, got 'fp8'"),
+        ({"spec": "eagle"}, "spec must be one of auto, none, dspark, got 'eagle'"),
         ({"weights": "none"}, "weights must be one of real, dummy, got 'none'"),
         ({"moe_split": "x"}, "moe_split must be one of experts, width, got 'x'"),
     ],
@@ -102,7 +103,7 @@ def test_dtypes(tmp_path: Path, stored: str, named: bool, asked: str, expected: 
 
 
 def test_options_are_kept_with_what_they_stand_for(checkpoint: Path, engine: Path) -> None:
-    effective = dataclasses.replace(OPTIONS, dtype="bfloat16")
+    effective = dataclasses.replace(OPTIONS, dtype="bfloat16", spec="none")
     config = read_config(engine)
     assert config.build == dataclasses.asdict(effective)
     assert config.rebuild_command == rebuild_command(effective)

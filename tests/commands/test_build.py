@@ -49,7 +49,9 @@ def engine(checkpoint: Path) -> Path:
 
 def test_options_reach_the_engine(engine: Path) -> None:
     config = read_config(engine)
-    expected = BuildOptions(max_verify_tokens=1, prefill_chunk=16, max_seq_len=128, dtype="float32")
+    expected = BuildOptions(
+        max_verify_tokens=1, prefill_chunk=16, max_seq_len=128, dtype="float32", spec="none"
+    )
     assert config.build == dataclasses.asdict(expected)
     assert [step.name for step in config.steps] == ["decode", "prefill16"]
 
