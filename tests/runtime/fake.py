@@ -114,7 +114,7 @@ def write_engine(
     config = make_config(**changes)
     plans = {
         step.name: Plan(step.name, step.num_tokens, step.num_rows, (), (), 0, {}, {})
-        for step in config.steps
+        for step in config.all_steps
     }
     for rank in range(config.tp_size):
         (folder / plan_file(rank)).write_bytes(encode_code(EngineCode(plans)))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from inkrt.errors import ConfigError, EngineFormatError, EngineMismatchError, RequestError
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.engine_file import DraftInfo, EngineConfig
+from inkrt.runtime.engine_file import DraftSpec, EngineConfig
 from inkrt.runtime.llm import LLM
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec.config import SpeculativeConfig
@@ -23,8 +23,8 @@ from inkrt.runtime.spec.drafter import EngineDrafter, NgramDrafter
 from inkrt.runtime.spec.self_test import check_drafter
 from inkrt.runtime.spec.width import ConfidenceThreshold, CostAware, FixedWidth, RoundCosts
 
-SURE = DraftInfo(block_size=5, has_confidence=True)
-PLAIN = DraftInfo(block_size=5, has_confidence=False)
+SURE = DraftSpec("dspark", 5, "rnn", has_confidence=True)
+PLAIN = DraftSpec("dspark", 5, "rnn", has_confidence=False)
 
 
 def table_of(config: EngineConfig, **changes: Any) -> CostTable:
@@ -67,7 +67,7 @@ def test_auto_is_the_engines_drafter_if_it_has_one(tmp_path: Path) -> None:
     ],
 )
 def test_what_an_engine_lacks_is_told(
-    tmp_path: Path, chosen: SpeculativeConfig, draft: DraftInfo | None, message: str
+    tmp_path: Path, chosen: SpeculativeConfig, draft: DraftSpec | None, message: str
 ) -> None:
     config = write_engine(tmp_path / "engine", draft=draft)
     with pytest.raises(RequestError, match=message):
