@@ -175,7 +175,13 @@ def _case(
 
 def cases() -> list[Case]:
     """Heads, draws with both noises and all filters, softcaps, trimmed tokens, confidences."""
-    filters = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "seed": 2**63 - 1}
+    filters: dict[str, Any] = {
+        "temperature": 1.3,
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "seed": 2**63 - 1,
+    }
     return [
         _case("vanilla, greedy", "vanilla", temperature=0.0),
         _case("gated, greedy", "gated", temperature=0.0),
