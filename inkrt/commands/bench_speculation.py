@@ -164,7 +164,7 @@ def measure_acceptance(
         speculative: who drafts.
 
     Raises:
-        ConfigError: nobody drafts.
+        ConfigError: nobody drafts, or the engine has no tokenizer.
         InkError: the engine cannot speculate like this.
     """
     rows = []
@@ -172,6 +172,11 @@ def measure_acceptance(
         if llm.method == "none":
             raise ConfigError(
                 f"nobody drafts: engine {folder} has no drafter of its own; add --spec ngram"
+            )
+        if llm.engine.tokenizer is None:
+            raise ConfigError(
+                f"acceptance is measured on texts, but engine {folder} has no tokenizer.json; "
+                "rebuild it from a checkpoint with one"
             )
         params = replace(llm.default_params, **given)
         console.say(f"{'prompt':<44}{'tokens':>8}{'rounds':>8}{'plain':>7}{'length':>8}  by place")
