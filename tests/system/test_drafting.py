@@ -104,7 +104,7 @@ def make_drafting_engine(
 class Oracle:
     """Drafts of the training code for the token list TOKENS."""
 
-    def __init__(self, target: Nano, drafter: Drafter, folder: Path, head: str) -> None:
+    def __init__(self, drafter: Drafter, folder: Path, head: str) -> None:
         self.target = export.read_model(folder, torch.float32).eval()
         self.drafter, self.head = drafter, head
         self.tokens = torch.tensor([TOKENS])
@@ -137,9 +137,9 @@ def require_near(got: np.ndarray, expected: np.ndarray, rtol: float = 1e-4) -> N
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_drafts_are_those_of_the_training_code(target, drafter, make_drafting_engine, head):
+def test_drafts_are_those_of_the_training_code(drafter, make_drafting_engine, head):
     folder = make_drafting_engine(head)
-    oracle = Oracle(target, drafter, folder.parent / "checkpoint", head)
+    oracle = Oracle(drafter, folder.parent / "checkpoint", head)
     hot = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=2**61 + 5)
     drafted = set()
     with Engine.open(folder) as engine, engine.session() as session:
@@ -185,38 +185,38 @@ def engine(make_drafting_engine):
 def test_context_is_the_same_however_tokens_came(engine):
     """Narrow steps give the same bits at any width and after any rejections, wide ones nearly."""
     length = 133
-    with engine.session() as wide, engine.session() as narrow, engine.session() as single:
-        with engine.session() as verified:
-            wide.prefill(TOKENS[:length], GREEDY)
-            narrow.prefill(TOKENS[:length], GREEDY, chunk=8)
-            for token in TOKENS[:length]:
-                single.decode(token, GREEDY)
-            generator = random.Random(9)
-            while verified.length < length:
-                position = verified.length
-                width = generator.randint(1, 8)
-                kept = min(generator.randint(1, width), length - position)
-                width = min(width, CONTEXT - position)
-                drafts = TOKENS[position : position + kept]
-                drafts += [generator.randrange(89) for _ in range(width - kept)]
-                verified.step(drafts, GREEDY)
-                verified.rollback(position + kept)
-            expected = _context(engine, single)
-            assert len(expected) == 2 * 2
-            for session in (narrow, verified):
-                for name, value in _context(engine, session).items():
-                    assert torch.equal(value, expected[name]), name
-            for name, value in _context(engine, wide).items():
-                require_near(value.numpy(), expected[name].numpy())
-                assert value.norm(dim=-1).min() > 0  # every position was written
-            sampling = Sampling(temperature=1.0, seed=3)
-            first, *others = (
-                session.draft(TOKENS[length], sampling, coupled=False, wants_logits=True)
-                for session in (single, narrow, verified)
-            )
-            for other in others:
-                np.testing.assert_array_equal(other.logits, first.logits)
-                assert other.tokens.tolist() == first.tokens.tolist()
+    wide, narrow, single, verified = (engine.session() for _ in range(4))
+    wide.prefill(TOKENS[:length], GREEDY)
+    narrow.prefill(TOKENS[:length], GREEDY, chunk=8)
+    for token in TOKENS[:length]:
+        single.decode(token, GREEDY)
+    generator = random.Random(9)
+    while (position := verified.length) < length:
+        width = min(generator.randint(1, 8), CONTEXT - position)
+        kept = min(generator.randint(1, width), length - position)
+        drafts = TOKENS[position : position + kept]
+        drafts += [generator.randrange(89) for _ in range(width - kept)]
+        verified.step(drafts, GREEDY)
+        verified.rollback(position + kept)
+
+    expected = _context(engine, single)
+    assert len(expected) == 2 * 2
+    for session in (narrow, verified):
+        for name, value in _context(engine, session).items():
+            assert torch.equal(value, expected[name]), name
+    for name, value in _context(engine, wide).items():
+        require_near(value.numpy(), expected[name].numpy())
+        assert value.norm(dim=-1).min() > 0  # every position was written
+    sampling = Sampling(temperature=1.0, seed=3)
+    first, *others = (
+        session.draft(TOKENS[length], sampling, coupled=False, wants_logits=True)
+        for session in (single, narrow, verified)
+    )
+    for other in others:
+        np.testing.assert_array_equal(other.logits, first.logits)
+        assert other.tokens.tolist() == first.tokens.tolist()
+    for session in (wide, narrow, single, verified):
+        session.close()
 
 
 def test_drafting_changes_no_state(engine):
