@@ -399,6 +399,14 @@ def test_trimmed_drafts_of_an_engine(make: Make, tmp_path: Path, layout: Drafter
     np.testing.assert_array_equal(drafted[0].tokens, drafted[1].tokens)
 
 
+def test_models_without_taps_refuse_a_drafter(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    drafter = TinyDrafter("speculators")
+    write_checkpoint(checkpoint, seed=1, dtype="float32", model="flint", drafter=drafter)
+    with pytest.raises(ConfigError, match=r"a drafter \(dspark\) cannot be built into engines of"):
+        prepare(Checkpoint(checkpoint), OPTIONS, draft_checkpoint=checkpoint / "drafter")
+
+
 @pytest.mark.parametrize("spec", ["auto", "dspark"])
 def test_gpu_targets_refuse_a_drafter(make: Make, spec: Literal["auto", "dspark"]) -> None:
     options = dataclasses.replace(OPTIONS, target="sm_90a", spec=spec)

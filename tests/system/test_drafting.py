@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
+from inkrt.commands import engine_text
 from inkrt.engines.nano import export
 from inkrt.engines.nano.drafter import HEADS, Drafter, drafter_config
 from inkrt.engines.nano.drafter_export import embed_in_checkpoint
@@ -21,7 +22,7 @@ from inkrt.engines.nano.model import Nano
 from inkrt.engines.nano.parts import NanoConfig, plain_rows
 from inkrt.errors import CapacityError, RequestError
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.engine_file import DraftSpec
+from inkrt.runtime.engine_file import DraftSpec, read_config, read_plans
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.noise import Purpose
 from inkrt.runtime.sampling import draw
@@ -285,6 +286,9 @@ def test_shared_weights_are_packed_once(make_drafting_engine):
     config = json.loads((folder / "config.json").read_text())
     assert [step["name"] for step in config["steps"]] == ["decode", "prefill64"]
     assert Engine.check(folder, verify=True) == []
+    lines = engine_text.summary(read_config(folder), read_plans(folder, 0))
+    assert "drafter     dspark, 7 drafts, rnn head, with confidences" in lines
+    assert any(line.startswith("draft ") for line in lines)
 
 
 def test_an_engine_without_drafter_says_so(make_engine):
