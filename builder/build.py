@@ -18,7 +18,12 @@ from torch import nn
 import inkrt
 from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint, read_json
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
-from inkrt.builder.drafter import FoundDrafter, choose_drafter, require_buildable
+from inkrt.builder.drafter import (
+    FoundDrafter,
+    choose_drafter,
+    require_buildable,
+    unpacked_tensors,
+)
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower
@@ -361,12 +366,12 @@ def _pack_weights(
         progress(
             f"packed rank {rank}: {written:,} of {prepared.weight_bytes:,} bytes, {rate:.2f} GB/s"
         )
-    others = sorted(reader.names - used - (drafter.left_out if drafter else frozenset()))
-    ignored = [name for name in others if prepared.definition.ignored(name)]
-    unknown = [name for name in others if not prepared.definition.ignored(name)]
+    others = reader.names - used
+    ignored = unpacked_tensors(checkpoint, drafter) & others
+    ignored |= {name for name in others if prepared.definition.ignored(name)}
     if ignored:
         progress(f"left out {len(ignored)} tensors of parts that this version does not build")
-    for name in unknown:
+    for name in sorted(others - ignored):
         progress(f"unknown tensor left out: {name}")
 
 

@@ -170,7 +170,12 @@ def choose_drafter(
             )
         return None
     has_weights = options.weights == "real"
-    found = find_drafter(target, definition, model, folder, has_weights=has_weights)
+    try:
+        found = find_drafter(target, definition, model, folder, has_weights=has_weights)
+    except (ConfigError, CheckpointError) as error:
+        if folder is not None:
+            raise
+        raise type(error)(f"{error}; to build without the drafter: --spec none") from None
     if found is None:
         if options.spec == "dspark":
             raise ConfigError(
@@ -241,7 +246,7 @@ def find_drafter(
         if not shapes:
             raise CheckpointError(
                 f"{where} names a bundled drafter, but no tensor stands under dspark., "
-                f"mtp_dspark. or mtp.; download its shard, or build without it: --spec none"
+                f"mtp_dspark. or mtp.; download its shard"
             )
         tensors = draft_tensors(shapes, str(own.folder), bundled=folder is None)
     read = read_bundled if folder is None else read_folder
@@ -275,6 +280,20 @@ def find_drafter(
     )
 
 
+def unpacked_tensors(target: CheckpointSource, drafter: FoundDrafter | None) -> frozenset[str]:
+    """Tensors that are a drafter's and are left out on purpose, of a target and of a drafter.
+
+    Args:
+        target: the model's checkpoint, which may bundle a drafter that is not built in.
+        drafter: what is built in.
+    """
+    left_out = drafter.left_out if drafter else frozenset()
+    is_built = drafter is not None and not drafter.has_folder
+    if is_built or not bundles_drafter(target.config):
+        return left_out
+    return left_out | {name for name in target.names if is_bundled(name)}
+
+
 def _open(folder: Path) -> Checkpoint:
     """A drafter's folder."""
     if folder.is_dir() and any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors")):
@@ -297,8 +316,7 @@ def _require_no_tensors(target: CheckpointSource, where: str) -> None:
     if FIRST_TABLE in tensors.stored:
         raise ConfigError(
             f"{where} has none of {', '.join(BUNDLED_KEYS)}, but the checkpoint has a drafter's "
-            f"tensor {tensors.stored[FIRST_TABLE]}; take the config.json that belongs to it, or "
-            f"build without a drafter: --spec none"
+            f"tensor {tensors.stored[FIRST_TABLE]}; take the config.json that belongs to it"
         )
 
 
@@ -314,15 +332,17 @@ def _alias_copies(
     config, decisions = found.config, [*found.decisions]
     shared = set()
     sources = definition.weight_sources(model, target.names, 0, Sharding(1, "experts"))
-    for plain, parameters in ((EMBEDDING, ("embed",)), (UNEMBED, ("unembed", "lm_head"))):
+    fits = definition.draft_target(model)
+    whole = (fits.vocab_size, fits.unpadded_vocab_size)  # with or without rows of padding
+    for plain, parameter in ((EMBEDDING, "embed"), (UNEMBED, fits.unembed)):
         if plain not in tensors.stored:
             continue
         name = tensors.stored[plain]
         shape = tensors.shapes[plain]
         is_copy = False
-        source = next((sources[x] for x in parameters if x in sources), None)
+        source = sources[parameter]
         trimmed = plain == UNEMBED and config.is_trimmed
-        if not trimmed and len(shape) == 2 and source is not None and len(source.parts) == 1:
+        if not trimmed and len(shape) == 2 and shape[0] in whole:
             table = own.read(Part(name, shape, (slice(None),) * 2))
             is_copy = is_copy_of_target(table, target.read(source.parts[0]))
         if not is_copy:

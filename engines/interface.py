@@ -232,6 +232,7 @@ class DraftTarget:
         softcap: of its final logits; None for none.
         has_embed_norm: whether it norms the rows of the embedding.
         has_mlp_conv: whether a layer's output passes a convolution, before which it can be tapped.
+        unembed: its parameter that projects to the vocabulary.
     """
 
     hidden_size: int
@@ -242,6 +243,7 @@ class DraftTarget:
     softcap: float | None
     has_embed_norm: bool
     has_mlp_conv: bool
+    unembed: str = "unembed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ is the business of `layouts`.
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,7 +150,8 @@ class Settings:
                 raise self.missing(keys[0], needed)
             return float(self.decide(keys[0], default))
         value = found.value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
             raise self.error(f"{found.spelling} must be a positive number, got {value!r}")
         return float(value)
 
@@ -210,9 +212,9 @@ class Settings:
         """
         found = self.find(key)
         if found is not None and found.value not in allowed:
+            only = f", only {' or '.join(map(repr, allowed))}" if allowed else "; its absence is"
             raise self.error(
-                f"{found.spelling} = {found.value!r} is not supported for DSpark drafters, only "
-                f"{' or '.join(map(repr, allowed))}"
+                f"{found.spelling} = {found.value!r} is not supported for DSpark drafters{only}"
             )
 
     def unasked(self, path: str, prefix: str = "") -> list[str]:

@@ -56,9 +56,9 @@ class DraftTensors:
 
     @property
     def num_layers(self) -> int:
-        """One more than the highest layer that is named."""
+        """How many layers are named."""
         found = (re.match(r"layers\.(\d+)\.", name) for name in self.shapes)
-        return max((int(match[1]) + 1 for match in found if match), default=0)
+        return len({match[1] for match in found if match})
 
 
 def is_bundled(name: str) -> bool:

@@ -150,6 +150,7 @@ def draft_target(config: FlintConfig) -> DraftTarget:
         softcap=None,
         has_embed_norm=False,
         has_mlp_conv=False,
+        unembed="lm_head.weight",
     )
 
 

@@ -8,7 +8,6 @@ rows of the vocabulary projection (padded there, cropped here).
 
 from dataclasses import dataclass
 
-from inkrt.engines.dspark.weights import is_bundled
 from inkrt.engines.inkling2.config import Inkling2Config
 from inkrt.engines.interface import Part, Sharding, WeightSource
 from inkrt.errors import CheckpointError
@@ -36,8 +35,8 @@ _INPUT_NORMS = {
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a tensor is of the vision tower or a drafter, which an engine may leave out."""
-    return name.startswith(_VISION_ROOTS) or is_bundled(name)
+    """Whether a tensor belongs to the vision tower, which text engines leave out."""
+    return name.startswith(_VISION_ROOTS)
 
 
 def weight_sources(

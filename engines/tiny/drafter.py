@@ -68,7 +68,7 @@ def build(
     fits = definition.draft_target(model)
     sources = definition.weight_sources(model, frozenset(target), 0, Sharding(1, "experts"))
     embed = target[sources["embed"].parts[0].name]
-    head_source = sources["unembed"] if "unembed" in sources else sources["lm_head"]
+    unembed = target[sources[fits.unembed].parts[0].name]
     last = fits.num_hidden_layers - 1
     taps = sorted({1, last // 2, last})
     kept = _kept_tokens(fits.unpadded_vocab_size) if drafter.is_trimmed else None
@@ -121,7 +121,7 @@ def build(
     if drafter.layout == "deepspec":
         tensors["embed_tokens.weight"] = embed.clone()
         if kept is None:
-            tensors["lm_head.weight"] = target[head_source.parts[0].name].clone()
+            tensors["lm_head.weight"] = unembed.clone()
         return {"architectures": ["Qwen3DSparkModel"], **backbone, **dspark, **own}, tensors
     if drafter.layout == "specforge":
         nested = dspark | {"projector_type": "dspark", "attention_mode": "gqa"}

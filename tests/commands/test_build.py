@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from inkrt.builder.options import BuildOptions
 from inkrt.commands import build, inspect, run
+from inkrt.engines.tiny import __main__ as tiny
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.runtime.engine_file import read_config
 from inkrt.runtime.llm import LLM
@@ -95,6 +96,22 @@ def test_errors(checkpoint: Path, tmp_path: Path) -> None:
     assert missing.exit_code == 1
     assert missing.stderr.startswith("error: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drafter_is_told_and_can_be_left_out(tmp_path: Path) -> None:
+    command = ["python -m inkrt.engines.tiny", str(tmp_path / "x"), "--drafter", "speculators"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [*command, "--head", "gated", "--trimmed"])
+        assert tiny.main() == 0
+    drafter = ["--draft-checkpoint", str(tmp_path / "x" / "drafter")]
+    result = invoke(tmp_path / "x", "--dry-run", *FLAGS, *drafter)
+    assert result.exit_code == 0, result.output
+    assert "drafter: dspark in the layout speculators, 3 layers, 7 drafts, head gated" in (
+        result.stderr
+    )
+    result = invoke(tmp_path / "x", "--dry-run", *FLAGS, *drafter, "--spec", "none")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("is not used with --spec none; leave out one of them\n")
 
 
 def test_a_bad_timing_cache_is_told_in_one_line(checkpoint: Path, tmp_path: Path) -> None:

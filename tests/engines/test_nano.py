@@ -1,19 +1,24 @@
 """The training model of inkling2-nano against transformers, and the scripts around it."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from inkrt.engines.inkling2.config import parse_config
+from inkrt.engines.dspark.config import DraftLayerConfig
+from inkrt.engines.dspark.layouts import read_bundled, read_folder
+from inkrt.engines.dspark.weights import draft_tensors
+from inkrt.engines.inkling2.config import draft_target, parse_config
 from inkrt.engines.inkling2.weights import weight_sources
 from inkrt.engines.interface import Sharding
 from inkrt.engines.nano import export
 from inkrt.engines.nano.corpus import Documents, pack
-from inkrt.engines.nano.drafter import HEADS, Drafter, drafter_config
+from inkrt.engines.nano.drafter import HEADS, Drafter, Head, drafter_config
 from inkrt.engines.nano.drafter_export import (
+    Layout,
     as_layout,
     choose_head,
     embed_in_checkpoint,
@@ -215,6 +220,38 @@ def test_layouts_name_the_same_taps(model: Nano, drafter: Drafter) -> None:
     assert deepspec["target_layer_ids"] == [5, 11, 12]
     assert specforge["dflash_config"]["target_layer_ids"] == [5, 11, 12]
     assert speculators["aux_hidden_state_layer_ids"] == [6, 12, 13]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_layouts_are_read_as_the_same_drafter(
+    model: Nano, drafter: Drafter, kind: Head, tmp_path: Path
+) -> None:
+    """Settings and tensors of all four come to what was trained."""
+    folder = tmp_path / "embedded"
+    export.write_checkpoint(model, folder, tmp_path)
+    embed_in_checkpoint(folder, drafter, kind)
+    values = json.loads((folder / "config.json").read_text())
+    target = draft_target(parse_config(values))
+    shapes = {k: tuple(v.shape) for k, v in export.read_tensors(folder).items()}
+    embedded = read_bundled(values, draft_tensors(shapes, "", bundled=True), target, "")
+    config = embedded.config
+    assert config.layers == (DraftLayerConfig(is_causal=False, window=None),) * 2
+    assert (config.taps, config.tap_point) == ((5, 11, 12), "layer_output")
+    assert (config.softcap_place, config.applies_embed_norm) == ("before_bias", False)
+    assert (config.head, config.markov_rank, config.mask_token_id) == (kind, 32, 90)
+    assert (config.anchor_first, config.block_size) == (True, 7)
+    # Nothing but the way of counting had to be told: the keys say it all.
+    assert len(embedded.decisions) == 1
+    layouts: tuple[Layout, ...] = ("deepspec", "speculators", "specforge")
+    for layout in layouts:
+        values, tensors = as_layout(drafter, kind, model, layout)
+        shapes = {k: tuple(v.shape) for k, v in tensors.items()}
+        found = read_folder(values, draft_tensors(shapes, "", bundled=False), target, "")
+        has_copies = layout == "deepspec"
+        assert found.layout == layout
+        assert found.config == dataclasses.replace(
+            config, has_own_embedding=has_copies, has_own_unembed=has_copies
+        )
 
 
 def test_packing_keeps_every_token_once() -> None:

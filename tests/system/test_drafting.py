@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
+from inkrt.commands import engine_text
 from inkrt.engines.nano import export
 from inkrt.engines.nano.drafter import HEADS, Drafter, drafter_config
 from inkrt.engines.nano.drafter_export import embed_in_checkpoint
@@ -21,7 +22,7 @@ from inkrt.engines.nano.model import Nano
 from inkrt.engines.nano.parts import NanoConfig, plain_rows
 from inkrt.errors import CapacityError, RequestError
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.engine_file import DraftSpec
+from inkrt.runtime.engine_file import DraftSpec, read_config, read_plans
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.noise import Purpose
 from inkrt.runtime.sampling import draw
@@ -104,7 +105,7 @@ def make_drafting_engine(
 class Oracle:
     """Drafts of the training code for the token list TOKENS."""
 
-    def __init__(self, target: Nano, drafter: Drafter, folder: Path, head: str) -> None:
+    def __init__(self, drafter: Drafter, folder: Path, head: str) -> None:
         self.target = export.read_model(folder, torch.float32).eval()
         self.drafter, self.head = drafter, head
         self.tokens = torch.tensor([TOKENS])
@@ -137,9 +138,9 @@ def require_near(got: np.ndarray, expected: np.ndarray, rtol: float = 1e-4) -> N
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_drafts_are_those_of_the_training_code(target, drafter, make_drafting_engine, head):
+def test_drafts_are_those_of_the_training_code(drafter, make_drafting_engine, head):
     folder = make_drafting_engine(head)
-    oracle = Oracle(target, drafter, folder.parent / "checkpoint", head)
+    oracle = Oracle(drafter, folder.parent / "checkpoint", head)
     hot = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=2**61 + 5)
     drafted = set()
     with Engine.open(folder) as engine, engine.session() as session:
@@ -185,38 +186,38 @@ def engine(make_drafting_engine):
 def test_context_is_the_same_however_tokens_came(engine):
     """Narrow steps give the same bits at any width and after any rejections, wide ones nearly."""
     length = 133
-    with engine.session() as wide, engine.session() as narrow, engine.session() as single:
-        with engine.session() as verified:
-            wide.prefill(TOKENS[:length], GREEDY)
-            narrow.prefill(TOKENS[:length], GREEDY, chunk=8)
-            for token in TOKENS[:length]:
-                single.decode(token, GREEDY)
-            generator = random.Random(9)
-            while verified.length < length:
-                position = verified.length
-                width = generator.randint(1, 8)
-                kept = min(generator.randint(1, width), length - position)
-                width = min(width, CONTEXT - position)
-                drafts = TOKENS[position : position + kept]
-                drafts += [generator.randrange(89) for _ in range(width - kept)]
-                verified.step(drafts, GREEDY)
-                verified.rollback(position + kept)
-            expected = _context(engine, single)
-            assert len(expected) == 2 * 2
-            for session in (narrow, verified):
-                for name, value in _context(engine, session).items():
-                    assert torch.equal(value, expected[name]), name
-            for name, value in _context(engine, wide).items():
-                require_near(value.numpy(), expected[name].numpy())
-                assert value.norm(dim=-1).min() > 0  # every position was written
-            sampling = Sampling(temperature=1.0, seed=3)
-            first, *others = (
-                session.draft(TOKENS[length], sampling, coupled=False, wants_logits=True)
-                for session in (single, narrow, verified)
-            )
-            for other in others:
-                np.testing.assert_array_equal(other.logits, first.logits)
-                assert other.tokens.tolist() == first.tokens.tolist()
+    wide, narrow, single, verified = (engine.session() for _ in range(4))
+    wide.prefill(TOKENS[:length], GREEDY)
+    narrow.prefill(TOKENS[:length], GREEDY, chunk=8)
+    for token in TOKENS[:length]:
+        single.decode(token, GREEDY)
+    generator = random.Random(9)
+    while (position := verified.length) < length:
+        width = min(generator.randint(1, 8), CONTEXT - position)
+        kept = min(generator.randint(1, width), length - position)
+        drafts = TOKENS[position : position + kept]
+        drafts += [generator.randrange(89) for _ in range(width - kept)]
+        verified.step(drafts, GREEDY)
+        verified.rollback(position + kept)
+
+    expected = _context(engine, single)
+    assert len(expected) == 2 * 2
+    for session in (narrow, verified):
+        for name, value in _context(engine, session).items():
+            assert torch.equal(value, expected[name]), name
+    for name, value in _context(engine, wide).items():
+        require_near(value.numpy(), expected[name].numpy())
+        assert value.norm(dim=-1).min() > 0  # every position was written
+    sampling = Sampling(temperature=1.0, seed=3)
+    first, *others = (
+        session.draft(TOKENS[length], sampling, coupled=False, wants_logits=True)
+        for session in (single, narrow, verified)
+    )
+    for other in others:
+        np.testing.assert_array_equal(other.logits, first.logits)
+        assert other.tokens.tolist() == first.tokens.tolist()
+    for session in (wide, narrow, single, verified):
+        session.close()
 
 
 def test_drafting_changes_no_state(engine):
@@ -285,6 +286,9 @@ def test_shared_weights_are_packed_once(make_drafting_engine):
     config = json.loads((folder / "config.json").read_text())
     assert [step["name"] for step in config["steps"]] == ["decode", "prefill64"]
     assert Engine.check(folder, verify=True) == []
+    lines = engine_text.summary(read_config(folder), read_plans(folder, 0))
+    assert "drafter     dspark, 7 drafts, rnn head, with confidences" in lines
+    assert any(line.startswith("draft ") for line in lines)
 
 
 def test_an_engine_without_drafter_says_so(make_engine):
