@@ -4,29 +4,19 @@ A random drafter is seldom right, but where the temperature is high all distribu
 near to each other, so that drafts are accepted often enough.
 """
 
-import dataclasses
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from test_drafting import SMALL
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from inkrt.builder.build import build_engine
-from inkrt.builder.options import BuildOptions
 from inkrt.commands import bench, bench_speculation
-from inkrt.engines.nano import export
-from inkrt.engines.nano.drafter import HEADS, Drafter, drafter_config
-from inkrt.engines.nano.drafter_export import embed_in_checkpoint
-from inkrt.engines.nano.model import Nano
+from inkrt.engines.nano.drafter import HEADS
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.llm import LLM
@@ -48,35 +38,9 @@ PARAMS = [
 ]
 
 
-MakeEngine = Callable[[str], Path]
-
-
 @pytest.fixture(scope="module")
-def make_drafting_engine(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
-    """Engines of a small random model with an untrained drafter, by the drafter's head."""
-    torch.manual_seed(3)
-    target = Nano(SMALL).eval().requires_grad_(False)
-    config = dataclasses.replace(drafter_config(target), block_size=7, head_dim=16)
-    drafter = Drafter(config, HEADS).eval().requires_grad_(False)
-    for name, parameter in drafter.named_parameters():
-        if "heads." in name or "markov" in name:
-            parameter.copy_(torch.randn(parameter.shape) * 0.4)
-
-    @cache
-    def make(head: str) -> Path:
-        base = tmp_path_factory.mktemp(head)
-        export.write_checkpoint(target, base / "checkpoint", base)
-        embed_in_checkpoint(base / "checkpoint", drafter, head)  # type: ignore[arg-type]
-        options = BuildOptions(max_seq_len=136, max_batch_size=3, dtype="float32")
-        build_engine(base / "checkpoint", base / "engine", options)
-        return base / "engine"
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def folder(make_drafting_engine: MakeEngine) -> Path:
-    return make_drafting_engine("rnn")
+def folder(make_speculating_engine: Any) -> Path:
+    return make_speculating_engine("rnn")
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
@@ -238,11 +202,11 @@ def test_costs_and_acceptance_of_the_draft_step(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("accept", ["coupled", "probabilistic"])
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_passes_the_self_test_and_runs_to_the_end(
-    make_drafting_engine: MakeEngine, head: str, accept: Any
+    make_speculating_engine: Any, head: str, accept: Any
 ) -> None:
     params = SamplingParams(temperature=HOT, seed=1, ignore_eos=True)
     prompt = [5, 6, 8, 9]
-    folder = make_drafting_engine(head)
+    folder = make_speculating_engine(head)
     with LLM(folder, speculative=SpeculativeConfig("none")) as llm:
         plain = llm.generate([prompt], params)[0].outputs
     with LLM(folder, speculative=SpeculativeConfig(accept=accept)) as llm:

@@ -27,12 +27,17 @@ PROMPT_LENGTH = 21
 States = list[dict[str, torch.Tensor]]
 
 
-@pytest.fixture(scope="module", params=["inkling2", "flint"])
+@pytest.fixture(scope="module", params=["inkling2", "flint", "with drafter"])
 def engine(
-    request: pytest.FixtureRequest, make_engine: Any, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    make_engine: Any,
+    make_speculating_engine: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     if request.param == "inkling2":
         folder = make_engine("float32", num_layers=6, max_batch_size=3)
+    elif request.param == "with drafter":
+        folder = make_speculating_engine("gated")
     else:
         base = tmp_path_factory.mktemp("flint")
         write_checkpoint(base / "checkpoint", seed=2, dtype="float32", model="flint")
@@ -60,11 +65,13 @@ class Oracle:
         self.text, self.rights, self.right = text, rights, 0
 
     def draft(
-        self, session: Session, tokens: Sequence[int], _: Sampling, most: int, **_rule: Any
+        self, session: Session, tokens: Sequence[int], sampling: Sampling, most: int, **_rule: Any
     ) -> Proposal:
         assert list(tokens) == list(self.text[: len(tokens)])
         assert session.length == len(tokens) - 1
         place = len(tokens)
+        if session.config.draft is not None:  # drafting leaves no trace either
+            session.draft(tokens[-1], sampling, coupled=True, wants_logits=False)
         self.right = min(next(self.rights), most)
         wrong = [token ^ 1 for token in self.text[place + self.right : place + most]]
         return Proposal([*self.text[place : place + self.right], *wrong])
@@ -123,7 +130,7 @@ def test_output_and_state_are_those_of_plain_decoding(engine: Engine, temperatur
             for position in range(PROMPT_LENGTH, session.length):
                 check_state(engine, session, states, position, session.length + keep)
     pairs = {(a, b) for a in range(BLOCK + 1) for b in range(BLOCK + 1)}
-    assert len(pairs & seen) > 0.8 * len(pairs)
+    assert len(pairs & seen) > (0.8 if end > 200 else 0.3) * len(pairs)
 
 
 def check_state(
