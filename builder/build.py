@@ -8,7 +8,7 @@ to a callback, one line per stage.
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from inkrt.builder.lower import Target, lower
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
-from inkrt.builder.steps import engine_steps
+from inkrt.builder.steps import engine_steps, step_modules
 from inkrt.builder.tactics import TacticChooser
 from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
 from inkrt.builder.trace import trace
@@ -52,14 +52,12 @@ from inkrt.runtime.engine_file import (
     FORMAT,
     FORMAT_VERSION,
     TOKENIZER_FILES,
-    DraftSpec,
     EngineCode,
     EngineConfig,
     MemoryTable,
     ModelInfo,
     StateLayout,
     StateSpec,
-    StepSpec,
     encode_code,
     encode_config,
     plan_file,
@@ -147,7 +145,7 @@ def prepare(
         raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
     passes = passes_for(options.target, keeps_intermediates=options.keep_intermediates)
     started = time.monotonic()
-    modules = list(_step_modules(definition, model, options, dtype, state, drafter))
+    modules = list(step_modules(definition, model, options, dtype, state, drafter))
     for step, module in modules:
         graph = trace(module, step, state, options.tp_size, dtype)
         if dump_folder is not None:
@@ -179,27 +177,6 @@ def prepare(
         _engine_code(plans, target, tensors, options),
         drafter,
     )
-
-
-def _step_modules(
-    definition: Definition,
-    model: ModelConfig,
-    options: BuildOptions,
-    dtype: torch.dtype,
-    state: StateOptions,
-    drafter: FoundDrafter | None,
-) -> Iterator[tuple[StepSpec, nn.Module]]:
-    """Every step and what is traced for it: those of the model, then that of the drafter."""
-    base = (model, Sharding(options.tp_size, options.moe_split), dtype, state)
-    drafting = definition.drafting if drafter else None
-    for step in engine_steps(options):
-        last_row_only = step.num_rows < step.num_tokens
-        if drafting and drafter:
-            yield step, drafting.build_module(*base, last_row_only, drafter.config)
-        else:
-            yield step, definition.build_module(*base, last_row_only)
-    if drafting and drafter and (spec := _draft_spec(drafter)):
-        yield spec.step, drafting.build_draft_step(*base, drafter.config)
 
 
 def build_engine(
@@ -375,13 +352,6 @@ def _pack_weights(
         progress(f"unknown tensor left out: {name}")
 
 
-def _draft_spec(drafter: FoundDrafter | None) -> DraftSpec | None:
-    if drafter is None:
-        return None
-    config = drafter.config
-    return DraftSpec(drafter.method, config.block_size, config.head, config.has_confidence)
-
-
 def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Path) -> EngineConfig:
     options, model, drafter = prepared.options, prepared.model, prepared.drafter
     build = dataclasses.asdict(options)
@@ -410,7 +380,7 @@ def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Pat
         plugins={name: plugins()[name].version for name in sorted(used)},
         checkpoint_fingerprint=(drafter.checkpoint if drafter else checkpoint).fingerprint,
         files=file_entries(folder),
-        draft=_draft_spec(drafter),
+        draft=drafter.spec if drafter else None,
     )
 
 

@@ -42,6 +42,7 @@ from inkrt.engines.dspark.weights import (
 )
 from inkrt.engines.interface import Definition, ModelConfig, Part, Sharding, WeightSource
 from inkrt.errors import CheckpointError, ConfigError
+from inkrt.runtime.engine_file import DraftSpec
 
 # In front of the names of a drafter's tensors where its folder and the target's read as one.
 DRAFT_ROOT = "draft checkpoint: "
@@ -74,6 +75,12 @@ class FoundDrafter:
     def has_folder(self) -> bool:
         """Whether it has a checkpoint folder of its own."""
         return self.layout != "embedded"
+
+    @property
+    def spec(self) -> DraftSpec:
+        """What an engine says of it."""
+        config = self.config
+        return DraftSpec(self.method, config.block_size, config.head, config.has_confidence)
 
     def summary(self) -> str:
         """One line about it."""

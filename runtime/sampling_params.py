@@ -145,7 +145,7 @@ def _shown(value: object) -> str:
     try:
         shown = repr(value)
     except ValueError:  # Python prints no integers of more than 4300 digits
-        return "an integer of thousands of digits"
+        return "a value with thousands of digits"
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
 
 

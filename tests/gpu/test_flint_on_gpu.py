@@ -1,5 +1,7 @@
 """A small Flint on the GPU against the same plan's operators on the CPU, in NVFP4 and in bf16."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from both_targets import (
@@ -11,7 +13,7 @@ from both_targets import (
     relative_error,
 )
 
-from inkrt import LLM, SamplingParams
+from inkrt import LLM, SamplingParams, SpeculativeConfig
 from inkrt.commands.launch_parity import compare_launches
 from inkrt.runtime.executor import Sampling
 
@@ -111,3 +113,28 @@ def test_llm_generates_what_steps_give(engines):
             other = make_prompt(width)
             a, b = plain.step(other, Sampling()), ahead.step(other, Sampling())
             np.testing.assert_array_equal(a.logits, b.logits)
+
+
+def test_the_host_draws_what_the_step_draws(engines):
+    """Requests with logits processing: one that changes nothing, one with drafts."""
+    folder, prompt = engines["sm_90a"].folder, make_prompt(70)
+    shared = {"max_tokens": 150, "ignore_eos": True}
+    requests = [
+        SamplingParams(temperature=0.0, **shared),
+        SamplingParams(temperature=1.0, seed=2**62 + 1, **shared),
+        SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.02, seed=3, **shared),
+    ]
+    prompts = [prompt] * len(requests)
+    on_host = [replace(params, logit_bias={5: 0.0}) for params in requests]
+    changed = [
+        replace(params, allowed_token_ids=[5, 6, 7, 8], frequency_penalty=0.02, min_tokens=20)
+        for params in requests
+    ]
+    with LLM(folder) as llm:
+        by_step = [output.outputs for output in llm.generate(prompts, requests)]
+        assert [output.outputs for output in llm.generate(prompts, on_host)] == by_step
+        plain = [output.outputs for output in llm.generate(prompts, changed)]
+    with LLM(folder, speculative=SpeculativeConfig("ngram")) as llm:
+        assert [output.outputs for output in llm.generate(prompts, on_host)] == by_step
+        assert [output.outputs for output in llm.generate(prompts, changed)] == plain
+        assert llm.speculation.accepted > 0

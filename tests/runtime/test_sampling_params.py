@@ -112,12 +112,12 @@ def test_values_out_of_range(name: str, values: list[Any], allowed: str) -> None
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5, it must be at most max_tokens (4)"),
         (
             {"frequency_penalty": 10**5000},
-            "frequency_penalty is an integer of thousands of digits, it must be a number from -2 "
+            "frequency_penalty is a value with thousands of digits, it must be a number from -2 "
             "to 2 (0 is off)",
         ),
         (
             {"temperature": -(10**5000)},
-            "temperature is an integer of thousands of digits, it must be a number of at least 0",
+            "temperature is a value with thousands of digits, it must be a number of at least 0",
         ),
         (
             {"allowed_token_ids": [-1] * 10**5},
