@@ -373,3 +373,18 @@ def test_what_an_engine_cannot_verify_is_refused(
             SpeculativeConfig("ngram", number)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"'eagle'.*none, ngram"):
         SpeculativeConfig("eagle")  # type: ignore[arg-type]
+
+
+def test_deltas_tell_which_tokens_and_text_were_drafted(tmp_path: Path) -> None:
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    script = tokenizer.encode("the quick brown fox jumps over the lazy dog")
+    oracle = Oracle([*PROMPT, *script, *[0] * 9], [2, 0, 5])
+    run = Run(oracle, script=script, tokenizer=tokenizer, temperature=0.0, max_tokens=len(script))
+    prefill, *rounds = list(run.generation)
+    assert (prefill.num_accepted, prefill.num_accepted_chars) == (0, 0)
+    assert [delta.num_accepted for delta in rounds[:3]] == [2, 0, 5]
+    for delta in rounds:
+        drafted = tokenizer.decode(delta.token_ids[: delta.num_accepted])
+        assert delta.text[: delta.num_accepted_chars] == drafted
+        assert len(delta.token_ids) == delta.num_accepted + 1
