@@ -220,7 +220,7 @@ class Session:
             As many drafts as the drafter makes at once, also where the context ends before.
 
         Raises:
-            RequestError: an invalid token, or the engine has no drafter.
+            RequestError: an invalid token, or the engine has no drafter or is closed.
             CapacityError: the token does not fit into the context.
         """
         if self.config.draft is None:
