@@ -21,7 +21,7 @@ from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.drafter import (
     FoundDrafter,
     choose_drafter,
-    traceable,
+    require_buildable,
     unpacked_tensors,
 )
 from inkrt.builder.dummy import dummy_weights
@@ -30,7 +30,7 @@ from inkrt.builder.lower import Target, lower
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
-from inkrt.builder.steps import engine_steps
+from inkrt.builder.steps import engine_steps, step_modules
 from inkrt.builder.tactics import TacticChooser
 from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
 from inkrt.builder.trace import trace
@@ -130,7 +130,8 @@ def prepare(
     if options.weights == "real":
         _check_weights(checkpoint, definition, model, sharding)
     drafter = choose_drafter(checkpoint, definition, model, options, draft_checkpoint, progress)
-    drafter = traceable(drafter, options, progress)
+    if drafter is not None:
+        require_buildable(drafter, definition, options.target)
     options = dataclasses.replace(options, spec=drafter.method if drafter else "none")
     dtype = _DTYPES[options.dtype]
     state = _state_options(options)
@@ -144,10 +145,8 @@ def prepare(
         raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
     passes = passes_for(options.target, keeps_intermediates=options.keep_intermediates)
     started = time.monotonic()
-    module: nn.Module | None = None
-    for step in engine_steps(options):
-        last_row_only = step.num_rows < step.num_tokens
-        module = definition.build_module(model, sharding, dtype, state, last_row_only)
+    modules = list(step_modules(definition, model, options, dtype, state, drafter))
+    for step, module in modules:
         graph = trace(module, step, state, options.tp_size, dtype)
         if dump_folder is not None:
             write_graph(dump_folder, 0, "traced", graph)
@@ -159,7 +158,7 @@ def prepare(
         plans[step.name] = lower(graph, target)
         launches = len(plans[step.name].launches)
         progress(f"step {step.name}: {launches} launches")
-    assert module is not None
+    _, module = modules[0]  # all steps have its weights and state, the draft step some of them
     if target.chooser is not None:
         progress(target.chooser.summary())
     progress(f"traced and lowered {len(plans)} steps in {time.monotonic() - started:.1f} s")
@@ -381,6 +380,7 @@ def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Pat
         plugins={name: plugins()[name].version for name in sorted(used)},
         checkpoint_fingerprint=(drafter.checkpoint if drafter else checkpoint).fingerprint,
         files=file_entries(folder),
+        draft=drafter.spec if drafter else None,
     )
 
 

@@ -41,7 +41,8 @@ from inkrt.engines.dspark.weights import (
     weight_sources,
 )
 from inkrt.engines.interface import Definition, ModelConfig, Part, Sharding, WeightSource
-from inkrt.errors import BuildError, CheckpointError, ConfigError
+from inkrt.errors import CheckpointError, ConfigError
+from inkrt.runtime.engine_file import DraftSpec
 
 # In front of the names of a drafter's tensors where its folder and the target's read as one.
 DRAFT_ROOT = "draft checkpoint: "
@@ -74,6 +75,12 @@ class FoundDrafter:
     def has_folder(self) -> bool:
         """Whether it has a checkpoint folder of its own."""
         return self.layout != "embedded"
+
+    @property
+    def spec(self) -> DraftSpec:
+        """What an engine says of it."""
+        config = self.config
+        return DraftSpec(self.method, config.block_size, config.head, config.has_confidence)
 
     def summary(self) -> str:
         """One line about it."""
@@ -189,22 +196,22 @@ def choose_drafter(
     return found
 
 
-def traceable(
-    drafter: FoundDrafter | None, options: BuildOptions, progress: Callable[[str], None]
-) -> FoundDrafter | None:
-    """The drafter if its steps can be built, which this version cannot.
+def require_buildable(drafter: FoundDrafter, definition: Definition, target: str) -> None:
+    """Check that an engine can have the drafter.
 
     Raises:
-        BuildError: it is asked for.
+        ConfigError: its target or the model family cannot.
     """
-    if drafter is None:
-        return None
-    if options.spec == "dspark":
-        raise BuildError(
-            "the drafter's steps cannot be built by this version; leave it out with --spec none"
+    if target != "cpu":
+        raise ConfigError(
+            f"the drafter ({drafter.method}) cannot be built for target {target} by this version, "
+            f"only for cpu; leave it out with --spec none"
         )
-    progress("drafter: left out, its steps cannot be built by this version")
-    return None
+    if definition.drafting is None:
+        raise ConfigError(
+            f"a drafter ({drafter.method}) cannot be built into engines of this model by this "
+            f"version; leave it out with --spec none"
+        )
 
 
 def find_drafter(

@@ -93,6 +93,8 @@ def _values(tensor: PackedTensor, shape: tuple[int, ...], generator: torch.Gener
         jitter = torch.randint(-1, 2, shape, generator=generator)
         scales: Tensor = (value.view(torch.uint8).int() + jitter).clamp(min=1).to(torch.uint8)
         return scales
+    if tensor.dtype == torch.int32:  # offsets of token ids
+        return torch.zeros(shape, dtype=torch.int32)
     if tensor.dtype == torch.uint8:
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     if tensor.name.endswith(".global_scale"):

@@ -17,7 +17,7 @@ from inkrt.builder.lower_kernels import KernelLowering, PackedWeights
 from inkrt.builder.memory import ALIGNMENT, Lifetime, plan_arena
 from inkrt.builder.rewrite import VIEW_OPS, arguments, module_path
 from inkrt.builder.tactics import TacticChooser, choose_tactic
-from inkrt.builder.trace import STEP_INPUTS, StepGraph
+from inkrt.builder.trace import DRAFT_INPUTS, StepGraph
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import NAMESPACE, plugins
 from inkrt.runtime.plan import (
@@ -94,10 +94,11 @@ class _Lowering:
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "output":
-                names = ("tokens", "logits")
+                # Only the draft step may have the last.
+                names = ("tokens", "logits", "confidences")
                 outputs = {
                     name: self.index_of[value]
-                    for name, value in zip(names, node.args[0], strict=True)
+                    for name, value in zip(names, node.args[0], strict=False)
                 }
             elif node.op == "call_function":
                 self._call(node)
@@ -152,7 +153,7 @@ class _Lowering:
         elif node.name in self.graph.state:
             index = self._add(node, node.meta["val"], "state", self.graph.state[node.name])
         else:
-            if node.name not in STEP_INPUTS:
+            if node.name not in DRAFT_INPUTS:
                 raise BuildError(
                     f"{node.name} is neither a weight, a state buffer nor an input of a step; a "
                     f"tensor that the module makes itself must become a parameter"

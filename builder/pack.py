@@ -21,7 +21,7 @@ from inkrt.errors import CheckpointError
 from inkrt.plugins.tactic import Packing, TensorArg
 
 MAX_FILE_BYTES = 16 * 2**30
-_CODES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8"}
+_CODES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8", torch.int32: "I32"}
 
 
 @dataclass(frozen=True, slots=True)

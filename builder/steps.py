@@ -1,11 +1,20 @@
 """The steps that an engine has plans for."""
 
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from inkrt.builder.drafter import FoundDrafter
 from inkrt.builder.options import BuildOptions
+from inkrt.engines.interface import Definition, ModelConfig, Sharding, StateOptions
 from inkrt.runtime.engine_file import StepSpec
 
 
 def engine_steps(options: BuildOptions) -> list[StepSpec]:
-    """`decode` and `verify2`.. with logits for every row, `prefill<N>` with those of the last.
+    """Those of the model.
+
+    `decode` and `verify2`.. give logits for every row, `prefill<N>` those of the last.
 
     Args:
         options: with 0 replaced by what it stands for.
@@ -14,3 +23,24 @@ def engine_steps(options: BuildOptions) -> list[StepSpec]:
     verify = [StepSpec(f"verify{width}", width, width) for width in widths]
     chunk = options.prefill_chunk
     return [StepSpec("decode", 1, 1), *verify, StepSpec(f"prefill{chunk}", chunk, 1)]
+
+
+def step_modules(
+    definition: Definition,
+    model: ModelConfig,
+    options: BuildOptions,
+    dtype: torch.dtype,
+    state: StateOptions,
+    drafter: FoundDrafter | None,
+) -> Iterator[tuple[StepSpec, nn.Module]]:
+    """Every step and the module to trace for it: those of the model, then that of the drafter."""
+    base = (model, Sharding(options.tp_size, options.moe_split), dtype, state)
+    drafting = definition.drafting
+    for step in engine_steps(options):
+        last_row_only = step.num_rows < step.num_tokens
+        if drafting and drafter:
+            yield step, drafting.build_module(*base, last_row_only, drafter.config)
+        else:
+            yield step, definition.build_module(*base, last_row_only)
+    if drafting and drafter:
+        yield drafter.spec.step, drafting.build_draft_step(*base, drafter.config)

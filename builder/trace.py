@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
 from inkrt.engines.interface import StateOptions
-from inkrt.runtime.engine_file import StepSpec
+from inkrt.runtime.engine_file import DRAFT_STEP, StepSpec
 
 STEP_INPUTS: dict[str, torch.dtype] = {
     "tokens": torch.int32,
@@ -28,6 +28,8 @@ STEP_INPUTS: dict[str, torch.dtype] = {
     "min_p": torch.float32,
     "seed": torch.int64,
 }
+# Of the draft step: whether its draws share the noise of the target's.
+DRAFT_INPUTS = {**STEP_INPUTS, "is_coupled": torch.int32}
 
 
 @dataclass(slots=True)
@@ -56,11 +58,11 @@ class StepGraph:
 def trace(
     module: nn.Module, step: StepSpec, state: StateOptions, tp_size: int, dtype: torch.dtype
 ) -> StepGraph:
-    """Trace `module` for `step`; its forward takes STEP_INPUTS in order."""
+    """Trace `module` for `step`; its forward takes STEP_INPUTS in order, or DRAFT_INPUTS."""
     sizes = {"tokens": step.num_tokens, "page_table": state.pages_per_session}
     inputs = tuple(
         torch.empty(sizes.get(name, 1), dtype=kind, device="meta")
-        for name, kind in STEP_INPUTS.items()
+        for name, kind in (DRAFT_INPUTS if step.name == DRAFT_STEP else STEP_INPUTS).items()
     )
     exported = torch.export.export(module, inputs, strict=False)
     weights, buffers = {}, {}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inkrt.engines.interface import EXACT_PARITY, Definition, ParityBound
+from inkrt.engines.interface import EXACT_PARITY, Definition, Drafting, ParityBound
 from inkrt.errors import ConfigError
 
 
@@ -17,15 +17,16 @@ def _flint() -> Definition:
     # tiny model's rows are within 0.03 in the mean and 0.18 at worst, as far as transformers in
     # bfloat16 is from itself in float32.
     parity = {"float32": EXACT_PARITY["float32"], "bfloat16": ParityBound(0.3, 0.6)}
-    return Definition(parse_config, Flint, weight_sources, is_ignored, draft_target, parity)
+    return Definition(parse_config, Flint, weight_sources, is_ignored, draft_target, parity=parity)
 
 
 def _inkling2() -> Definition:
     from inkrt.engines.inkling2.config import draft_target, parse_config
-    from inkrt.engines.inkling2.model import Inkling2
+    from inkrt.engines.inkling2.model import Inkling2, draft_step
     from inkrt.engines.inkling2.weights import is_ignored, weight_sources
 
-    return Definition(parse_config, Inkling2, weight_sources, is_ignored, draft_target)
+    drafting = Drafting(Inkling2, draft_step)
+    return Definition(parse_config, Inkling2, weight_sources, is_ignored, draft_target, drafting)
 
 
 _DEFINITIONS: dict[str, Callable[[], Definition]] = {

@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from inkrt.engines.dspark.config import DSparkConfig
+
 # Positions a session can always go back from the furthest one it has written: the widest verify
 # step (8) and a margin. Rings are at least this much longer than what one step looks back.
 ROLLBACK_TOKENS = 13
@@ -245,6 +247,23 @@ class DraftTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafting:
+    """How a model family has a drafter in its engines.
+
+    Attributes:
+        build_module: as `Definition.build_module`, and from the drafter, whose context the module's
+            steps write; its parameters and state stand under `drafter.` behind the model's own.
+        build_draft_step: makes the module of the draft step of one rank from (config, sharding,
+            dtype, state options, drafter); parameters and state are some of that module's.
+    """
+
+    build_module: Callable[
+        [Any, Sharding, torch.dtype, StateOptions, bool, DSparkConfig], nn.Module
+    ]
+    build_draft_step: Callable[[Any, Sharding, torch.dtype, StateOptions, DSparkConfig], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
 class Definition:
     """One model family.
 
@@ -256,6 +275,7 @@ class Definition:
             from (config, tensor names of the checkpoint, rank, sharding).
         ignored: whether a checkpoint tensor is known and belongs to a part that is not built.
         draft_target: what a drafter of the model has to fit.
+        drafting: None for a family whose engines cannot have a drafter.
         parity: agreement with transformers that is expected, by compute dtype.
     """
 
@@ -264,4 +284,5 @@ class Definition:
     weight_sources: Callable[[Any, frozenset[str], int, Sharding], dict[str, WeightSource]]
     ignored: Callable[[str], bool]
     draft_target: Callable[[Any], DraftTarget]
+    drafting: Drafting | None = None
     parity: Mapping[str, ParityBound] = field(default_factory=lambda: EXACT_PARITY)

@@ -1,7 +1,9 @@
 """Counter-based random numbers: the same draw whatever the step width, the batch or the rank.
 
 This module owns Philox4x32-10 and the Gumbel noise made of it, and knows nothing about logits. A
-number depends only on (seed, position of the token being drawn, token id, purpose).
+number depends only on (seed, position of the token being drawn, token id, purpose) and, for all
+purposes but SAMPLE, on the position of the round's anchor; `runtime/noise.py`, which gives the same
+numbers without torch, says why.
 
 Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3",
 SC 2011. The tests hold the known-answer vectors of the authors' Random123 library.
@@ -22,6 +24,9 @@ class Purpose(IntEnum):
     """What a random number is for; numbers of different purposes are independent."""
 
     SAMPLE = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
 
 
 def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
@@ -52,17 +57,20 @@ def philox4x32(counter: Tensor, key: tuple[int, int]) -> Tensor:
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def token_bits(seed: int, positions: Tensor, purpose: Purpose, vocab_size: int) -> Tensor:
+def token_bits(
+    seed: int, positions: Tensor, purpose: Purpose, vocab_size: int, anchor: int = 0
+) -> Tensor:
     """One random word for each position and token id.
 
-    Key = low and high word of the seed; counter = (token id // 4, position, purpose, 0); the token
-    takes word (token id % 4) of the result.
+    Key = low and high word of the seed; counter = (token id // 4, position, purpose, anchor); the
+    token takes word (token id % 4) of the result.
 
     Args:
         seed: in [0, 2**64).
         positions: integers [R] in [0, 2**32), timeline indices of the tokens being drawn.
         purpose: what the numbers are for.
         vocab_size: number of token ids, V.
+        anchor: in [0, 2**32), position of the round's anchor; 0 for SAMPLE.
 
     Returns:
         int64 [R, V], words in [0, 2**32).
@@ -72,6 +80,7 @@ def token_bits(seed: int, positions: Tensor, purpose: Purpose, vocab_size: int) 
     counter[..., 0] = torch.arange(num_blocks)
     counter[..., 1] = positions[:, None]
     counter[..., 2] = int(purpose)
+    counter[..., 3] = anchor
     words = philox4x32(counter, (seed & _WORD, seed >> 32))
     return words.flatten(1)[:, :vocab_size]
 

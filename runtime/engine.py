@@ -118,7 +118,7 @@ class Engine:
 
 
 def _check_plans(folder: Path, config: EngineConfig) -> list[str]:
-    wanted = {(step.name, step.num_tokens, step.num_rows) for step in config.steps}
+    wanted = {(step.name, step.num_tokens, step.num_rows) for step in config.all_steps}
     problems = []
     for rank in range(config.tp_size):
         code = read_code(folder, rank)

@@ -26,8 +26,9 @@ from inkrt.errors import EngineFormatError, EngineMismatchError
 from inkrt.runtime.plan import Plan
 
 FORMAT = "ink-engine"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 CONFIG_NAME = "config.json"
+DRAFT_STEP = "draft"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -78,6 +79,27 @@ class StepSpec(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     num_tokens: int
     num_rows: int
+
+
+class DraftSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """The drafter of an engine, whose plan is DRAFT_STEP.
+
+    Attributes:
+        method: kind of drafter.
+        block_size: tokens it drafts at once.
+        head: kind of its sequential head.
+        has_confidence: whether it says how likely each draft is to be accepted.
+    """
+
+    method: Literal["dspark"]
+    block_size: int
+    head: Literal["vanilla", "gated", "rnn"]
+    has_confidence: bool
+
+    @property
+    def step(self) -> StepSpec:
+        """One token, the anchor, to a row for each draft."""
+        return StepSpec(DRAFT_STEP, 1, self.block_size)
 
 
 class ModelInfo(Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,6 +162,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         target: "cpu", "sm_90a", ...: what the engine runs on.
         tp_size: ranks.
         max_seq_len: positions a session can hold, prompt and output together.
+        steps: of the model; that of the drafter is not among them.
+        draft: the drafter, if there is one.
         build: the effective build configuration, as the builder spells it.
         rebuild_command: the command line that makes this engine again.
         plugins: version of every plugin that the plans call.
@@ -162,6 +186,12 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     plugins: dict[str, int]
     checkpoint_fingerprint: str
     files: dict[str, FileEntry]
+    draft: DraftSpec | None = None
+
+    @property
+    def all_steps(self) -> tuple[StepSpec, ...]:
+        """Steps that there is a plan for."""
+        return self.steps if self.draft is None else (*self.steps, self.draft.step)
 
 
 def plan_file(rank: int) -> str:

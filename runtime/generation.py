@@ -163,8 +163,8 @@ class Generation:
             if self.state == "finished":
                 break
         accepted = min(len(deltas), len(step.tokens) - 1)
-        self.stats.count(step.drafted, accepted, len(deltas))
-        return Delta.join(deltas)
+        self.stats.count(step.drafted, accepted, len(deltas), proposed=step.proposed)
+        return Delta.of_round(deltas, accepted)
 
     def _draw(self, processor: LogitsProcessor, logits: NDArray[np.float32]) -> int:
         """The token behind the timeline, from the one row of logits that follows it."""

@@ -20,8 +20,8 @@ from inkrt.runtime.engine import Engine
 from inkrt.runtime.generation import Generation, check_request
 from inkrt.runtime.output import CompletionOutput, Delta, RequestOutput
 from inkrt.runtime.sampling_params import SamplingParams
-from inkrt.runtime.spec.config import SpeculativeConfig
-from inkrt.runtime.spec.round import Speculator
+from inkrt.runtime.spec.config import Method, SpeculativeConfig
+from inkrt.runtime.spec.self_test import check_drafter
 from inkrt.runtime.spec.stats import SpeculationStats
 
 if TYPE_CHECKING:
@@ -61,15 +61,18 @@ class LLM:
     Args:
         folder: an engine folder, written by ink-build.
         verify: also compare the sha256 of every file.
-        speculative: who proposes tokens; None for nobody. What is generated does not depend on it.
+        speculative: who proposes tokens and what becomes of them; None for `SpeculativeConfig()`:
+            the engine's own drafter, if it has one. What is generated does not depend on it.
 
     Attributes:
         engine: the open engine; its sessions must not run beside this object's calls.
         default_params: used where a call gives none.
+        method: who proposes tokens: "none", "ngram" or "dspark".
         speculation: what speculation has done in all requests that have ended.
 
     Raises:
         RequestError: the engine cannot speculate like this.
+        EngineFormatError: its drafter proposes nothing useful.
         InkError: see `Engine.open`.
     """
 
@@ -83,9 +86,12 @@ class LLM:
         self.default_params = _default_params(Path(folder))
         self.engine = Engine.open(folder, verify=verify)
         self.speculation = SpeculationStats()
-        self._speculative = speculative or SpeculativeConfig()
+        chosen = speculative or SpeculativeConfig()
         try:
-            self._width = self._speculative.width(self.engine.config)
+            self._drafting = chosen.resolve(self.engine.folder, self.engine.config)
+            self.method: Method = "none" if self._drafting is None else self._drafting.method
+            if self.method == "dspark":
+                check_drafter(self.engine)
         except BaseException:
             self.engine.close()
             raise
@@ -249,13 +255,12 @@ class LLM:
         with self._lock:
             if not must and self.engine.states.num_free_slots == 0:
                 return False
-            drafter = self._speculative.make_drafter()
             request.generation = Generation(
                 self.engine.session(),
                 request.prompt,
                 request.params,
                 self.engine.tokenizer,
-                Speculator(drafter, self._width) if drafter else None,
+                None if self._drafting is None else self._drafting.speculator(),
             )
             return True
 

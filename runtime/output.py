@@ -21,21 +21,32 @@ class Delta:
             `max_tokens` or the end of the context.
         stop_reason: the stop string or the id among `stop_token_ids` that ended generation; None
             for the model's own end tokens.
+        num_accepted: how many of the tokens, the first ones, are accepted drafts.
+        num_accepted_chars: how much of the text, its beginning, came out with them.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    num_accepted: int = 0
+    num_accepted_chars: int = 0
 
     @classmethod
-    def join(cls, deltas: "Sequence[Delta]") -> "Delta":
-        """One delta that says what several, at least one, say in turn."""
+    def of_round(cls, deltas: "Sequence[Delta]", num_accepted: int) -> "Delta":
+        """What a round adds, from what each of its tokens, at least one, adds.
+
+        Args:
+            deltas: of one token each.
+            num_accepted: tokens that are accepted drafts, the first ones.
+        """
         return cls(
-            "".join(delta.text for delta in deltas),
-            tuple(token for delta in deltas for token in delta.token_ids),
+            _text(deltas),
+            _token_ids(deltas),
             deltas[-1].finish_reason,
             deltas[-1].stop_reason,
+            num_accepted,
+            len(_text(deltas[:num_accepted])),
         )
 
 
@@ -56,8 +67,8 @@ class CompletionOutput:
     @classmethod
     def join(cls, deltas: Sequence[Delta]) -> "CompletionOutput":
         """The completion that the deltas of one generation make up."""
-        whole = Delta.join(deltas)
-        return cls(0, whole.text, whole.token_ids, whole.finish_reason, whole.stop_reason)
+        last = deltas[-1]
+        return cls(0, _text(deltas), _token_ids(deltas), last.finish_reason, last.stop_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +88,11 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool = True
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+def _text(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def _token_ids(deltas: Sequence[Delta]) -> tuple[int, ...]:
+    return tuple(token for delta in deltas for token in delta.token_ids)

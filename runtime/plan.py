@@ -157,16 +157,18 @@ class Plan(Struct, frozen=True):
     """A step that an executor can run.
 
     Attributes:
-        name: "decode", "verify4", "prefill64".
+        name: "decode", "verify4", "prefill64", "draft".
         num_tokens: rows T that the step takes; a call may use fewer (`num_tokens` input).
-        num_rows: rows R of its outputs: T, or 1 where only the last row is wanted.
+        num_rows: rows R of its outputs: T, 1 where only the last row is wanted, or the drafts of a
+            block.
         tensors: everything that launches refer to.
         launches: in execution order.
         arena_bytes: size of the memory that tensors share by lifetime.
         scratch_bytes: size of the memory that launches keep from run to run.
         fills: what scratch holds before the first run.
         inputs: input name to tensor index.
-        outputs: "tokens" int32 [R] and "logits" float32 [R, vocabulary].
+        outputs: "tokens" int32 [R] and "logits" float32 [R, vocabulary]; of a draft step with a
+            confidence head, "confidences" float32 [R] too.
     """
 
     name: str

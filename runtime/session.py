@@ -5,12 +5,16 @@ nor when to stop. Sessions of one engine share its executor: use them from one t
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import index
 from types import TracebackType
 from typing import Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from inkrt.errors import RequestError
-from inkrt.runtime.engine_file import EngineConfig, StepSpec
+from inkrt.runtime.engine_file import DRAFT_STEP, EngineConfig, StepSpec
 from inkrt.runtime.executor import Executor, Sampling, StepInput, StepOutput
 from inkrt.runtime.state import SequenceState, StateManager
 
@@ -19,6 +23,23 @@ from inkrt.runtime.state import SequenceState, StateManager
 MAX_AHEAD = 4
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """A block of drafts, in order.
+
+    Attributes:
+        tokens: int32 [g].
+        logits: float32 [g, vocabulary] that they were drawn from, before temperature and filters;
+            without rows if the caller wanted none.
+        confidences: float32 [g], of each draft to be accepted if those before it are; None if the
+            drafter has none.
+    """
+
+    tokens: NDArray[np.int32]
+    logits: NDArray[np.float32]
+    confidences: NDArray[np.float32] | None
 
 
 def check_tokens(tokens: Iterable[int], config: EngineConfig) -> list[int]:
@@ -182,6 +203,41 @@ class Session:
         return self._append(
             [token], sampling, num_ahead, lambda given: self._executor.decode(given, num_ahead)
         )
+
+    def draft(
+        self, token: int, sampling: Sampling, *, coupled: bool, wants_logits: bool
+    ) -> DraftOutput:
+        """Draft what may follow a token that is about to be appended; appends nothing.
+
+        Args:
+            token: the next of the session.
+            sampling: of the request.
+            coupled: whether drafts are drawn with the noise of the session's own draws at their
+                positions; else with noise that is independent of it and of that of other rounds.
+            wants_logits: whether the output has logits, which takes time.
+
+        Returns:
+            As many drafts as the drafter makes at once, also where the context ends before.
+
+        Raises:
+            RequestError: an invalid token, or the engine has no drafter or is closed.
+            CapacityError: the token does not fit into the context.
+        """
+        if self.config.draft is None:
+            raise RequestError(
+                "this engine has no drafter; speculate by n-grams, or rebuild it from a checkpoint "
+                f"that has one: {self.config.rebuild_command}",
+                param="method",
+            )
+        (token,) = check_tokens([token], self.config)
+        self._require_open()
+        sequence = self._sequence
+        self._states.require_context(sequence, 1)
+        step_input = StepInput(
+            [token], sequence.length, sequence.slot, sequence.pages, sampling, coupled
+        )
+        output = self._executor.run(DRAFT_STEP, step_input, wants_logits=wants_logits)
+        return DraftOutput(output.tokens, output.logits, output.confidences)
 
     def rollback(self, length: int) -> None:
         """Forget all tokens from position `length` on.

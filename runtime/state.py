@@ -112,7 +112,6 @@ class StateManager:
         assert sequence.num_reserved == 0, "the last reservation is neither committed nor cancelled"
         assert num_tokens > 0, num_tokens
         start, end = sequence.length, sequence.length + num_tokens
-        self._require_open()
         self.require_context(sequence, num_tokens)
         if sequence.high_water - start > self.layout.rollback_tokens:
             raise CapacityError(
@@ -154,7 +153,9 @@ class StateManager:
 
         Raises:
             CapacityError: they do not.
+            RequestError: the engine is closed.
         """
+        self._require_open()
         if (end := sequence.length + num_tokens) > self.max_seq_len:
             raise CapacityError(
                 f"{sequence.length} + {num_tokens} tokens do not fit into the engine's context of "

@@ -14,8 +14,10 @@ builder makes those operators give partial sums and places the collectives.
 import torch
 from torch import Tensor, nn
 
+from inkrt.engines.dspark.config import DSparkConfig, TapPoint
+from inkrt.engines.dspark.model import Drafter, DraftStep
 from inkrt.engines.inkling2.attention import Attention
-from inkrt.engines.inkling2.config import Inkling2Config
+from inkrt.engines.inkling2.config import Inkling2Config, draft_target
 from inkrt.engines.inkling2.parts import ShortConv
 from inkrt.engines.interface import Sharding, StateBuffer, StateOptions, StepInputs
 from inkrt.engines.parts import ink, parameter
@@ -92,7 +94,7 @@ class MixedInput(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer; `tap` says where a drafter takes its features from, if it does."""
 
     def __init__(
         self,
@@ -101,12 +103,14 @@ class Layer(nn.Module):
         sharding: Sharding,
         dtype: torch.dtype,
         state: StateOptions,
+        tap: TapPoint | None,
     ) -> None:
         super().__init__()
         num_queries = 1 if config.is_sliding[layer] else 3
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.starts_block = layer % config.n_layers_per_attn_res_block == 0
         self.dtype = dtype
+        self.tap = tap
         self.attn_input = MixedInput(hidden, num_queries, eps, dtype, has_mix=layer > 0)
         self.attn = Attention(config, layer, sharding.tp_size, dtype, state)
         self.attn_conv = ShortConv(hidden, config.conv_kernel_size, dtype, state)
@@ -116,10 +120,11 @@ class Layer(nn.Module):
 
     def forward(
         self, h_TD: Tensor, blocks: list[Tensor], step: StepInputs
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """The partial sum of the current block and the finished blocks, before and after.
 
-        Between attention and experts the partial sum stays in float32; it is rounded once a layer.
+        Behind them what a drafter taps, [T, D], or None. Between attention and experts the partial
+        sum stays in float32; it is rounded once a layer.
         """
         inputs = self.attn_input(blocks, h_TD)
         o_TD = self.attn_conv(self.attn(inputs, step), step)
@@ -129,12 +134,18 @@ class Layer(nn.Module):
         else:
             y_TD = ink.residual_add(h_TD, o_TD, torch.float32)
         (z_TD,) = self.mlp_input(blocks, y_TD)
-        m_TD = self.mlp_conv(self.mlp(z_TD, step), step)
-        return ink.residual_add(y_TD, m_TD, self.dtype), blocks
+        m_TD = self.mlp(z_TD, step)
+        h_TD = ink.residual_add(y_TD, self.mlp_conv(m_TD, step), self.dtype)
+        if self.tap == "pre_mlp_conv":
+            return h_TD, blocks, ink.residual_add(y_TD, m_TD, self.dtype)
+        return h_TD, blocks, h_TD if self.tap else None
 
 
 class Inkling2(nn.Module):
-    """Token ids to sampled tokens and logits, for one step of one rank."""
+    """Token ids to sampled tokens and logits, for one step of one rank.
+
+    With a drafter every step also writes what the drafter will see of its tokens.
+    """
 
     def __init__(
         self,
@@ -143,6 +154,7 @@ class Inkling2(nn.Module):
         dtype: torch.dtype,
         state: StateOptions,
         last_row_only: bool,
+        drafter: DSparkConfig | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -152,7 +164,14 @@ class Inkling2(nn.Module):
         self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         self.embed_norm = parameter(config.hidden_size, dtype=dtype)
         self.layers = nn.ModuleList(
-            Layer(config, layer, sharding, dtype, state)
+            Layer(
+                config,
+                layer,
+                sharding,
+                dtype,
+                state,
+                drafter.tap_point if drafter and layer in drafter.taps else None,
+            )
             for layer in range(config.num_hidden_layers)
         )
         self.output_input = MixedInput(
@@ -160,6 +179,7 @@ class Inkling2(nn.Module):
         )
         shard = -(-config.unpadded_vocab_size // self.tp_size)
         self.unembed = parameter(shard, config.hidden_size, dtype=dtype)
+        self.drafter = Drafter(drafter, dtype, state) if drafter else None
 
     def row_parallel_weights(self) -> frozenset[str]:
         """Parameters that ranks share along the dimension summed over."""
@@ -176,7 +196,7 @@ class Inkling2(nn.Module):
             for cache in ("k_cache", "v_cache")
         }
         return [
-            StateBuffer(name, "paged" if name in paged else "ring")
+            StateBuffer(name, "paged" if name in paged or name.startswith("drafter.") else "ring")
             for name, _ in self.named_buffers()
         ]
 
@@ -214,8 +234,13 @@ class Inkling2(nn.Module):
         embedded_TD = ink.embedding(tokens, self.embed)
         h_TD = ink.rms_norm(embedded_TD, self.embed_norm, self.config.rms_norm_eps, self.dtype)
         blocks: list[Tensor] = []
+        features: list[Tensor] = []
         for layer in self.layers:
-            h_TD, blocks = layer(h_TD, blocks, step)
+            h_TD, blocks, tap_TD = layer(h_TD, blocks, step)
+            if tap_TD is not None:
+                features.append(tap_TD)
+        if self.drafter is not None:
+            self.drafter.write_context(features, step)
         (f_TD,) = self.output_input(blocks, h_TD)
         if self.last_row_only:
             f_TD = ink.last_row(f_TD, num_tokens)
@@ -237,3 +262,15 @@ class Inkling2(nn.Module):
             self.last_row_only,
         )
         return sampled_T, logits_TV
+
+
+def draft_step(
+    config: Inkling2Config,
+    sharding: Sharding,
+    dtype: torch.dtype,
+    state: StateOptions,
+    drafter: DSparkConfig,
+) -> DraftStep:
+    """The draft step of a drafter of this model."""
+    eps = config.rms_norm_eps
+    return DraftStep(drafter, draft_target(config), eps, sharding.tp_size, dtype, state)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inkrt.commands import console
+from inkrt.commands import console, spec_options
 from inkrt.errors import ConfigError, EngineMismatchError
 
 if TYPE_CHECKING:
@@ -31,7 +31,10 @@ _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also
 def engine(
     folder: _Engine,
     *,
-    contexts: Annotated[str, typer.Option(help="Context lengths, with commas.")] = "1024,8192",
+    contexts: Annotated[
+        str | None,
+        typer.Option(help="Context lengths, with commas.  [default: 1024,8192; more with --costs]"),
+    ] = None,
     steps: _Steps = "",
     runs: _Runs = 60,
     profile: Annotated[
@@ -40,15 +43,76 @@ def engine(
     profile_runs: Annotated[
         int | None, typer.Option(min=1, help="Replays of each cut of --profile; default: --runs.")
     ] = None,
+    costs: Annotated[
+        bool,
+        typer.Option(
+            "--costs",
+            help="Measure what drafts cost here instead, for --width cost; kept in ENGINE.",
+        ),
+    ] = False,
+    acceptance: Annotated[
+        bool, typer.Option("--acceptance", help="Measure how many drafts are accepted instead.")
+    ] = False,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of --acceptance, one a line; default: a few."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Of --acceptance, most tokens of an answer.")
+    ] = 256,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of --acceptance.  [default: the model's]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of --acceptance.")] = 0,
+    spec: spec_options.Spec = "auto",
+    draft_tokens: spec_options.DraftTokens = None,
+    accept: spec_options.Accept = "coupled",
+    width: spec_options.Width = "fixed",
+    confidence_threshold: spec_options.ConfidenceThreshold = 0.4,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of --acceptance, also draw it, as PNG.")
+    ] = None,
     as_json: _Json = None,
 ) -> None:
-    """Median GPU time of every step at every context, beside the bytes it must move."""
-    wanted = _numbers(contexts)
+    """Median GPU time of every step at every context, beside the bytes it must move.
+
+    With --costs or --acceptance, figures of speculation instead, on any target.
+    """
+    if costs and acceptance:
+        raise ConfigError("--costs and --acceptance are two measurements; run one after the other")
+    if not acceptance and (prompts is not None or plot is not None):
+        raise ConfigError("--prompts and --plot are for --acceptance; add it or leave them out")
+    for path in (as_json, plot):
+        if path is not None:
+            console.require_writable(path)
+    if costs:
+        _costs(folder, None if contexts is None else sorted(set(_numbers(contexts))), runs, as_json)
+        return
+    if acceptance:
+        from inkrt.commands import bench_speculation
+
+        if plot is not None:
+            bench_speculation.require_matplotlib()
+        given: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed}
+        if temperature is not None:
+            given["temperature"] = temperature
+        report = bench_speculation.measure_acceptance(
+            folder,
+            bench_speculation.read_prompts(prompts),
+            given,
+            spec_options.speculative_config(
+                spec, draft_tokens, accept, width, confidence_threshold
+            ),
+        )
+        if as_json is not None:
+            as_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if plot is not None:
+            bench_speculation.plot(report, plot)
+        return
+    wanted = _numbers("1024,8192" if contexts is None else contexts)
     if profile_runs is not None and not profile:
         raise ConfigError("--profile-runs is for --profile; add it or leave it out")
     cut_runs = (profile_runs or runs) if profile else 0
-    if as_json is not None:
-        console.require_writable(as_json)
     with _open(folder) as (executor, config):
         columns = ("context", "median us", "min us", "MB", "floor us")
         console.say(f"{'step':<10}" + "".join(f"{name:>11}" for name in columns))
@@ -57,6 +121,18 @@ def engine(
             for step, context in _fitting(config, _chosen(config, steps), wanted)
         ]
         _write(as_json, executor, rows)
+
+
+def _costs(folder: Path, contexts: list[int] | None, runs: int, as_json: Path | None) -> None:
+    """Measure what rounds cost and keep it in the engine folder."""
+    from inkrt.commands import bench_speculation
+    from inkrt.runtime.engine import Engine
+
+    with Engine.open(folder) as opened:
+        table = bench_speculation.measure_costs(opened, contexts, runs)
+    console.say(f"written: {table.write(folder)}", is_result=False)
+    if as_json is not None:
+        as_json.write_bytes(table.encode())
 
 
 def _measure(

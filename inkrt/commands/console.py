@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
@@ -85,7 +85,7 @@ def add_command(
                 raise
             fail(str(error), error.exit_code)
         except ModuleNotFoundError as error:
-            if debug or error.name not in ("torch", "transformers"):
+            if debug or error.name not in ("matplotlib", "torch", "transformers"):
                 raise
             fail(
                 f"{error.name} is needed for this and not installed; "
@@ -114,6 +114,15 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> None:
 def say(text: str, *, is_result: bool = True) -> None:
     """Print a line: results to stdout, everything about them to stderr."""
     typer.echo(text, err=not is_result)
+
+
+def can_color(stream: TextIO) -> bool:
+    """Whether text on a stream may be colored: a terminal, and the user does not mind.
+
+    See https://no-color.org.
+    """
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not is_plain
 
 
 def fail(message: str, exit_code: int) -> None:

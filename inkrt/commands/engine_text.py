@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from inkrt.commands.console import format_bytes, format_table
-from inkrt.runtime.engine_file import EngineConfig, MemoryTable, StateLayout
+from inkrt.runtime.engine_file import DraftSpec, EngineConfig, MemoryTable, StateLayout
 from inkrt.runtime.plan import (
     DTYPE_BYTES,
     Argument,
@@ -42,6 +42,7 @@ def summary(config: EngineConfig, plans: Mapping[str, Plan]) -> list[str]:
         ),
         ("target", f"{config.target}, {_count(config.tp_size, 'rank')}"),
         ("context", f"{config.max_seq_len:,} positions, {_count(state.num_slots, 'session')}"),
+        *([("drafter", _drafter(config.draft))] if config.draft else []),
         (
             "memory",
             f"{format_bytes(memory.total)} per rank: {format_bytes(memory.weights)} weights,",
@@ -162,6 +163,11 @@ def difference(
             sizes = f"{a.size:,} -> {b.size:,} bytes, " if a.size != b.size else ""
             lines.append(f"file {name}: {sizes}sha256 {a.sha256[:12]} -> {b.sha256[:12]}")
     return lines
+
+
+def _drafter(draft: DraftSpec) -> str:
+    confidences = "with confidences" if draft.has_confidence else "without confidences"
+    return f"{draft.method}, {_count(draft.block_size, 'draft')}, {draft.head} head, {confidences}"
 
 
 def _steps(plans: Mapping[str, Plan]) -> list[str]:

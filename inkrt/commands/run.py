@@ -7,15 +7,16 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inkrt.commands import console
+from inkrt.commands import console, spec_options
 
 if TYPE_CHECKING:
     from inkrt.runtime.chat import Message
     from inkrt.runtime.llm import LLM
+    from inkrt.runtime.output import Delta
     from inkrt.runtime.sampling_params import SamplingParams
     from inkrt.runtime.spec.stats import SpeculationStats
 
@@ -48,14 +49,13 @@ class Stats:
             line += f", then {(self.output_tokens - 1) / decode_s:.1f} tokens/s"
         spec = self.speculation
         if spec is not None and spec.rounds:
-            places = zip(spec.accepted_at, spec.drafted_at, strict=True)
-            shares = " ".join(
-                f"{accepted / drafted:.0%}" for accepted, drafted in places if drafted
-            )
+            of_rounds = " ".join(f"{share:.0%}" for share in spec.acceptance_at)
+            of_reached = " ".join(f"{share:.0%}" for share in spec.conditional_acceptance_at)
             line += (
-                f"; {spec.rounds} rounds of {spec.acceptance_length:.2f} tokens and "
-                f"{spec.plain_steps} plain steps, {spec.accepted} of {spec.drafted} drafts "
-                f"accepted, by place {shares}"
+                f"\n{spec.rounds} rounds of {spec.acceptance_length:.2f} tokens and "
+                f"{spec.plain_steps} plain steps; {spec.accepted} of {spec.drafted} verified "
+                f"drafts accepted, {spec.proposed} proposed; by place {of_rounds} of the rounds, "
+                f"{of_reached} of those that came to it"
             )
         return line
 
@@ -104,17 +104,17 @@ def run(
     min_tokens: Annotated[
         int | None, typer.Option(help="Tokens to generate before it may end.  [default: 0]")
     ] = None,
-    spec: Annotated[
-        str, typer.Option(help="Who drafts tokens: none, or ngram (what followed before).")
-    ] = "none",
-    draft_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to draft.  [default: as many as fit a step]")
-    ] = None,
+    spec: spec_options.Spec = "auto",
+    draft_tokens: spec_options.DraftTokens = None,
+    accept: spec_options.Accept = "coupled",
+    width: spec_options.Width = "fixed",
+    confidence_threshold: spec_options.ConfidenceThreshold = 0.4,
 ) -> None:
     """Generate text with an engine.
 
     Sampling options that are not given follow the model's generation_config.json. The answer does
-    not depend on who drafts.
+    not depend on who drafts. In a dialog on a terminal, accepted drafts are green; with NO_COLOR=1
+    they are not.
     """
     if prompt is None and not interactive:
         if sys.stdin.isatty():
@@ -122,9 +122,10 @@ def run(
         prompt = sys.stdin.read()
 
     from inkrt.runtime.llm import LLM
-    from inkrt.runtime.spec.config import SpeculativeConfig
 
-    speculative = SpeculativeConfig(cast("Any", spec), draft_tokens)  # it checks the name itself
+    speculative = spec_options.speculative_config(
+        spec, draft_tokens, accept, width, confidence_threshold
+    )
     choices = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -140,7 +141,13 @@ def run(
     }
     given: dict[str, Any] = {name: value for name, value in choices.items() if value is not None}
     with LLM(engine, speculative=speculative) as llm:
-        dialog = Dialog(llm, replace(llm.default_params, **given), is_chat=chat, show_stats=stats)
+        dialog = Dialog(
+            llm,
+            replace(llm.default_params, **given),
+            is_chat=chat,
+            show_stats=stats,
+            marks_drafts=interactive and console.can_color(sys.stdout),
+        )
         if prompt is not None:
             dialog.say(prompt)
         while interactive and (line := _read_line()) is not None:
@@ -158,16 +165,24 @@ class Dialog:
         params: for every answer.
         is_chat: whether earlier turns are part of the prompt, through the chat template; otherwise
             every prompt stands alone and is continued.
-        show_stats: print a line about each answer to stderr.
+        show_stats: print counts and times of each answer to stderr.
+        marks_drafts: print accepted drafts in green.
     """
 
     def __init__(
-        self, llm: "LLM", params: "SamplingParams", *, is_chat: bool, show_stats: bool
+        self,
+        llm: "LLM",
+        params: "SamplingParams",
+        *,
+        is_chat: bool,
+        show_stats: bool,
+        marks_drafts: bool = False,
     ) -> None:
         self._llm = llm
         self._params = params
         self._is_chat = is_chat
         self._show_stats = show_stats
+        self._marks_drafts = marks_drafts
         self._messages: list[Message] = []
 
     def say(self, prompt: str) -> None:
@@ -190,7 +205,7 @@ class Dialog:
                     first = time.perf_counter()
                 num_tokens += len(delta.token_ids)
                 text += delta.text
-                sys.stdout.write(delta.text)
+                sys.stdout.write(self._marked(delta))
                 sys.stdout.flush()
         finally:
             stream.close()
@@ -209,6 +224,12 @@ class Dialog:
                 self._llm.speculation.since(before),
             )
             console.say(str(stats), is_result=False)
+
+    def _marked(self, delta: "Delta") -> str:
+        if not self._marks_drafts or not delta.num_accepted_chars:
+            return delta.text
+        drafted = delta.text[: delta.num_accepted_chars]
+        return typer.style(drafted, fg="green") + delta.text[delta.num_accepted_chars :]
 
     def _count(self, prompt: str, messages: "list[Message]") -> int:
         engine = self._llm.engine

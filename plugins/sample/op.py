@@ -28,7 +28,7 @@ def fit_sampling(
     min_p: Tensor,
     seed: Tensor,
     position: Tensor,
-    num_tokens: Tensor,
+    num_tokens: Tensor | None = None,
 ) -> None:
     """Check the arguments of a draw: one element each.
 
@@ -41,7 +41,8 @@ def fit_sampling(
     axes.fit("min_p", min_p, 1, dtype=torch.float32)
     axes.fit("seed", seed, 1, dtype=torch.int64)
     axes.fit("position", position, 1, dtype=torch.int32)
-    axes.fit("num_tokens", num_tokens, 1, dtype=torch.int32)
+    if num_tokens is not None:
+        axes.fit("num_tokens", num_tokens, 1, dtype=torch.int32)
 
 
 def fake(

@@ -144,17 +144,29 @@ def sink_attention(
     def attend(
         rows: slice, keys: Tensor, values: Tensor, _distance: Tensor, is_masked: Tensor
     ) -> Tensor:
-        return _attention(q[rows].clone(), keys, values, sinks, is_masked, scale)
+        return sink_softmax(q[rows].clone(), keys, values, sinks, is_masked, scale)
 
     return attend_to_session(
         attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window
     )
 
 
-def _attention(
-    q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor, is_masked: Tensor, scale: float
+def sink_softmax(
+    q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, is_masked: Tensor, scale: float
 ) -> Tensor:
-    """Output [n, H, d] of q [n, H, d] over keys and values [S, KV, d], mask bool [n, S]."""
+    """The equations above.
+
+    Args:
+        q: [n, H, d].
+        keys: [S, KV, d], of which every row sees at least one.
+        values: [S, KV, d].
+        sinks: float32 [H], or None for heads without.
+        is_masked: bool [n, S].
+        scale: of the scores.
+
+    Returns:
+        [n, H, d] in q's dtype.
+    """
     groups = q.shape[1] // keys.shape[1]
     keys = keys.float().transpose(0, 1).repeat_interleave(groups, dim=0)  # [H, S, d]
     values = values.float().transpose(0, 1).repeat_interleave(groups, dim=0)
@@ -163,7 +175,8 @@ def _attention(
     largest = scores.amax(dim=-1, keepdim=True)
     to_log2 = scale * LOG2_E
     p = torch.exp2((scores - largest) * to_log2)
-    sink = torch.exp2(sinks[:, None, None] * LOG2_E - largest * to_log2)
-    total = p.sum(dim=-1, keepdim=True) + sink
+    total = p.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp2(sinks[:, None, None] * LOG2_E - largest * to_log2)
     out = (p.to(q.dtype).float() @ values) / total
     return out.to(q.dtype).transpose(0, 1)

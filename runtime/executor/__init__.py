@@ -50,6 +50,8 @@ class StepInput:
         pages: page table of the session: entry i holds positions i*page_tokens and up. It may be
             longer than needed and is valid only during the call.
         sampling: for every row.
+        is_coupled: whether drafts are drawn with the noise of the target's draws at their
+            positions; for the draft step.
     """
 
     tokens: Sequence[int]
@@ -57,19 +59,24 @@ class StepInput:
     slot: int
     pages: Sequence[int]
     sampling: Sampling
+    is_coupled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step returns: one row per token for decode and verify, the last row for prefill.
+    """What a step returns.
+
+    One row per token for decode and verify, the last row for prefill, a row per draft for draft.
 
     Attributes:
         tokens: int32 [rows], the token drawn after each row.
         logits: float32 [rows, vocabulary]; without rows if the caller wanted none.
+        confidences: float32 [rows], of a draft step whose drafter has them; else None.
     """
 
     tokens: NDArray[np.int32]
     logits: NDArray[np.float32]
+    confidences: NDArray[np.float32] | None = None
 
 
 class Executor(Protocol):
@@ -78,7 +85,8 @@ class Executor(Protocol):
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run a step; writes the state of its positions and reads state at or below them.
 
-        If it raises, the state of the positions it was to write is undefined.
+        The draft step reads below its position and writes none. If a step raises, the state of
+        the positions it was to write is undefined.
         """
 
     def decode(self, step_input: StepInput, num_ahead: int) -> int:

@@ -75,9 +75,10 @@ class CpuExecutor:
         count = len(step_input.tokens)
         assert 1 <= count <= plan.num_tokens, f"{count} tokens in step {step}"
         for rank, tensors in enumerate(bound.tensors):
-            for name, value in _input_values(step_input, rank).items():
+            values = _input_values(step_input, rank)
+            for name, index in plan.inputs.items():
                 # Unused rows and pages keep harmless zeros.
-                tensor = tensors[plan.inputs[name]]
+                value, tensor = values[name], tensors[index]
                 tensor.zero_()
                 tensor[: len(value)] = torch.tensor(value, dtype=tensor.dtype)
         for launch in plan.launches:
@@ -90,7 +91,8 @@ class CpuExecutor:
         tokens: np.ndarray[Any, np.dtype[np.int32]] = outputs["tokens"].numpy().copy()
         wanted = outputs["logits"][: None if wants_logits else 0]
         logits: np.ndarray[Any, np.dtype[np.float32]] = wanted.numpy().copy()
-        return StepOutput(tokens, logits)
+        confidences = outputs["confidences"].numpy().copy() if "confidences" in outputs else None
+        return StepOutput(tokens, logits, confidences)
 
     def decode(self, step_input: StepInput, num_ahead: int) -> int:  # noqa: ARG002
         """Run the decode step on one token; none runs ahead."""
@@ -215,6 +217,7 @@ def _input_values(step_input: StepInput, rank: int) -> dict[str, list[int] | lis
         "top_p": [sampling.top_p],
         "min_p": [sampling.min_p],
         "seed": [sampling.seed],
+        "is_coupled": [int(step_input.is_coupled)],
     }
 
 

@@ -1,41 +1,85 @@
-"""How an LLM speculates."""
+"""How an LLM speculates: what a user may choose, and what that means on one engine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
-from inkrt.errors import RequestError
+from inkrt.errors import EngineMismatchError, RequestError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.rebuild import rebuild_with
-from inkrt.runtime.spec.drafter import Drafter, NgramDrafter
+from inkrt.runtime.spec.costs import CostTable
+from inkrt.runtime.spec.drafter import Drafter, EngineDrafter, NgramDrafter
+from inkrt.runtime.spec.round import AcceptRule, Speculator
+from inkrt.runtime.spec.width import ConfidenceThreshold, CostAware, FixedWidth, WidthPolicy
 
-Method = Literal["none", "ngram"]
+Method = Literal["auto", "none", "ngram", "dspark"]
+Width = Literal["fixed", "confidence", "cost"]
 
 WIDEST_STEP = 8  # that ink-build makes
 OPTION = "--max-verify-tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculativeConfig:
-    """Who proposes tokens and how many.
+class Speculation:
+    """How one engine speculates; made by `SpeculativeConfig.resolve`.
 
     Attributes:
-        method: "none", or "ngram": what followed the same words earlier in the conversation.
-        num_draft_tokens: most tokens to propose at once; None takes as many as the widest verify
-            step of the engine reads.
+        method: who drafts.
+        num_draft_tokens: most drafts of a round.
+        accept: how drafts are accepted.
+        make_drafter: a drafter for one session.
+        make_policy: a choice of widths for one session.
+    """
+
+    method: Literal["ngram", "dspark"]
+    num_draft_tokens: int
+    accept: AcceptRule
+    make_drafter: Callable[[], Drafter]
+    make_policy: Callable[[], WidthPolicy]
+
+    def speculator(self) -> Speculator:
+        """Rounds for one session."""
+        return Speculator(
+            self.make_drafter(), self.make_policy(), self.num_draft_tokens, self.accept
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Who proposes tokens, how many, and what becomes of them.
+
+    Attributes:
+        method: "ngram": what followed the same words earlier in the conversation; "dspark": the
+            drafter that was built into the engine; "auto": that one if there is one, else "none".
+        num_draft_tokens: most tokens to propose at once; None takes as many as the drafter gives
+            and the widest verify step of the engine reads.
+        accept: "coupled": the same tokens as without speculation; "probabilistic": other tokens of
+            the same distribution, more of the drafts are accepted.
+        width: how many of the drafts to verify. "fixed": all; "confidence": those before the first
+            of which the drafter is less sure than `confidence_threshold`; "cost": as many as are
+            expected to give the most tokens per second, by times measured on this machine.
+        confidence_threshold: 0..1.
 
     Raises:
         RequestError: a value is out of range; `param` is the name of the field.
     """
 
-    method: Method = "none"
+    method: Method = "auto"
     num_draft_tokens: int | None = None
+    accept: AcceptRule = "coupled"
+    width: Width = "fixed"
+    confidence_threshold: float = 0.4
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(Method):
-            allowed = ", ".join(get_args(Method))
-            raise RequestError(
-                f"method is {self.method!r}, it must be one of {allowed}", param="method"
-            )
+        for name, value, kind in (
+            ("method", self.method, Method),
+            ("accept", self.accept, AcceptRule),
+            ("width", self.width, Width),
+        ):
+            if value not in get_args(kind):
+                allowed = ", ".join(get_args(kind))
+                raise RequestError(f"{name} is {value!r}, it must be one of {allowed}", param=name)
         number = self.num_draft_tokens
         if number is not None and (
             not isinstance(number, int) or isinstance(number, bool) or number < 1
@@ -44,20 +88,61 @@ class SpeculativeConfig:
                 f"num_draft_tokens is {number!r}, it must be an integer of at least 1, or None",
                 param="num_draft_tokens",
             )
+        threshold = self.confidence_threshold
+        if (
+            not isinstance(threshold, int | float)
+            or isinstance(threshold, bool)
+            or not 0 <= threshold <= 1
+        ):
+            raise RequestError(
+                f"confidence_threshold is {threshold!r}, it must be a number from 0 to 1",
+                param="confidence_threshold",
+            )
 
-    def make_drafter(self) -> Drafter | None:
-        """A drafter for one session; None for the method "none"."""
-        return NgramDrafter() if self.method == "ngram" else None
+    def resolve(self, folder: Path, config: EngineConfig) -> Speculation | None:
+        """What this means on an engine; None if nobody drafts.
 
-    def width(self, config: EngineConfig) -> int:
-        """Most drafts of a round on this engine.
+        Args:
+            folder: of the engine; its table of costs is read if widths go by it.
+            config: of the engine.
 
         Raises:
-            RequestError: the engine has no verify step, or none that is wide enough.
+            RequestError: the engine has no such drafter, no verify step that is wide enough, or
+                nothing that the widths could go by.
+            EngineFormatError: the table of costs is damaged.
         """
+        method = self.method
+        if method == "auto":
+            method = "none" if config.draft is None else "dspark"
+        if method == "none":
+            return None
+        if method == "dspark" and config.draft is None:
+            raise RequestError(
+                "this engine has no drafter of its own; draft with ngram, or rebuild it from a "
+                f"checkpoint with one: {config.rebuild_command}",
+                param="method",
+            )
+        most = self._most(method, config)
+        make_drafter = EngineDrafter if method == "dspark" else NgramDrafter
+        make_policy = self._policy(folder, config, method, most)
+        return Speculation(method, most, self.accept, make_drafter, make_policy)
+
+    def _most(self, method: Method, config: EngineConfig) -> int:
+        """Most drafts of a round."""
         widest = max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)
         wanted = self.num_draft_tokens or max(widest - 1, 1)
-        if self.method != "none" and wanted > widest - 1:
+        if method == "dspark":
+            assert config.draft is not None
+            block = config.draft.block_size
+            if self.num_draft_tokens is None:
+                wanted = min(wanted, block)
+            elif wanted > block:
+                raise RequestError(
+                    f"num_draft_tokens is {wanted}, the drafter of this engine gives {block} at "
+                    f"once; ask for at most {block}",
+                    param="num_draft_tokens",
+                )
+        if wanted > widest - 1:
             mend = f"draft at most {widest - 1}" if widest > 1 else "leave speculation off"
             if wanted < WIDEST_STEP:
                 command = config.rebuild_command
@@ -68,3 +153,33 @@ class SpeculativeConfig:
                 param="num_draft_tokens",
             )
         return wanted
+
+    def _policy(
+        self, folder: Path, config: EngineConfig, method: Method, most: int
+    ) -> Callable[[], WidthPolicy]:
+        if self.width == "fixed":
+            return FixedWidth
+        if self.width == "confidence":
+            if method == "ngram" or config.draft is None or not config.draft.has_confidence:
+                raise RequestError(
+                    f"drafts of {method} come without confidences here; choose width fixed or cost",
+                    param="width",
+                )
+            return lambda: ConfidenceThreshold(self.confidence_threshold)
+        table = CostTable.read(folder, config)
+        measure = f"ink-bench engine {folder} --costs"
+        if table is None:
+            raise RequestError(
+                f"width cost goes by times measured on this machine, and {folder} has none; "
+                f"measure them with: {measure}",
+                param="width",
+            )
+        with_draft_step = method == "dspark"
+        if len(table.verify_s[0]) <= most or (with_draft_step and table.draft_s is None):
+            raise EngineMismatchError(
+                f"the times of {folder} lack steps that this engine has; measure again with: "
+                f"{measure}"
+            )
+        return lambda: CostAware(
+            lambda context: table.round_costs(context, most, with_draft_step=with_draft_step)
+        )

@@ -6,9 +6,12 @@ reads x_{j-1} at most. So every policy here goes from left to right, looks at c_
 to draft j and never comes back: a stopping time. In particular it does not search all widths for
 the best one with the confidences of this block, which would look ahead; what it expects of later
 drafts comes from earlier rounds alone. Under the coupled rule no choice can change a token.
+
+What a policy has learned ends with its session: a request gives the same output whatever was asked
+before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,13 +19,23 @@ from typing import Protocol
 class WidthPolicy(Protocol):
     """Chooses widths for one session."""
 
-    def choose(self, confidences: Sequence[float] | None, most: int) -> int:
+    def skip(self, context: int) -> int:
+        """Plain steps to take from here on, before drafting again; 0 to draft now.
+
+        Asked before each round that has room for drafts; the next answer counts anew.
+
+        Args:
+            context: tokens in front of the round.
+        """
+
+    def choose(self, confidences: Sequence[float] | None, most: int, context: int) -> int:
         """Drafts to verify, 0..most.
 
         Args:
             confidences: c_j, probability that draft j is accepted if those before it are, made
                 before draft j was drawn; None if the drafter has none.
-            most: drafts there are.
+            most: drafts there are, at least 1.
+            context: tokens in front of the round.
         """
 
     def observe(self, drafted: int, accepted: int) -> None:
@@ -33,7 +46,11 @@ class WidthPolicy(Protocol):
 class FixedWidth:
     """All drafts."""
 
-    def choose(self, confidences: Sequence[float] | None, most: int) -> int:  # noqa: ARG002
+    def skip(self, context: int) -> int:  # noqa: ARG002
+        """See `WidthPolicy`; never skips."""
+        return 0
+
+    def choose(self, confidences: Sequence[float] | None, most: int, context: int) -> int:  # noqa: ARG002
         """See `WidthPolicy`."""
         return most
 
@@ -51,14 +68,30 @@ class ConfidenceThreshold:
 
     threshold: float
 
-    def choose(self, confidences: Sequence[float] | None, most: int) -> int:
-        """See `WidthPolicy`; all drafts if the drafter has no confidences."""
-        if confidences is None:
-            return most
+    def skip(self, context: int) -> int:  # noqa: ARG002
+        """See `WidthPolicy`; never skips."""
+        return 0
+
+    def choose(self, confidences: Sequence[float] | None, most: int, context: int) -> int:  # noqa: ARG002
+        """See `WidthPolicy`; the drafter must have confidences."""
+        assert confidences is not None, "a drafter without confidences"
         return next((j for j in range(most) if confidences[j] < self.threshold), most)
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See `WidthPolicy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """Seconds of steps behind one context.
+
+    Attributes:
+        plain: of a plain step, nothing drafted.
+        rounds: of a round that verifies 0, 1, ... drafts, the time to draft included.
+    """
+
+    plain: float
+    rounds: Sequence[float]
 
 
 @dataclass(slots=True)
@@ -67,58 +100,133 @@ class CostAware:
 
     Draft j is verified if, with what is known before it is drawn, some width from j on promises
     more tokens per second than j - 1 does. Beyond j, and where there are no confidences, the
-    shares of drafts that earlier rounds accepted stand in for them.
+    shares of drafts that earlier rounds accepted stand in for them. Where earlier rounds say that
+    no width pays, nothing is drafted for a while. A choice is given up only for one that is better
+    by `margin`, so that noise does not make widths jump.
 
     Attributes:
-        seconds: of a round that verifies 0, 1, ... drafts, the time to draft included.
+        costs: of rounds by context.
         explore_every: after so many rounds one verifies everything, so that shares of far drafts
-            do not stay at what they once were; 0 never does.
+            do not stay at what they once were, and so many plain steps are taken where drafting
+            does not pay; at least 1.
+        margin: least gain, as a share.
+        num_first: rounds that verify everything before anything is known: enough to tell a drafter
+            that is mostly right from one that is mostly wrong.
     """
 
-    seconds: Sequence[float]
+    costs: Callable[[int], RoundCosts]
     explore_every: int = 32
+    margin: float = 0.04
+    num_first: int = 4
     _reached: list[float] = field(default_factory=list)
     _accepted: list[float] = field(default_factory=list)
     _num_rounds: int = 0
+    _num_plain: int = 0
+    _drafts_pay: bool = True
+    _last_width: int = 0
+    _unread: float | None = None
 
     def __post_init__(self) -> None:
-        assert self.seconds, "no widths"
-        assert min(self.seconds) > 0, self.seconds
+        assert self.explore_every >= 1, self.explore_every
+        costs = self.costs(0)
+        assert costs.plain > 0, costs
+        assert min(costs.rounds) > 0, costs
         # As if two rounds had been seen, one accepted: says little and is soon forgotten.
-        self._reached = [2.0] * (len(self.seconds) - 1)
-        self._accepted = [1.0] * (len(self.seconds) - 1)
+        self._reached = [2.0] * (len(costs.rounds) - 1)
+        self._accepted = [1.0] * (len(costs.rounds) - 1)
+        self._last_width = len(costs.rounds) - 1
 
-    def choose(self, confidences: Sequence[float] | None, most: int) -> int:
+    def skip(self, context: int) -> int:
         """See `WidthPolicy`."""
-        most = min(most, len(self.seconds) - 1)
+        if self._num_plain == 0:
+            if self._is_exploring():
+                return 0
+            costs = self.costs(context)
+            best = max((tokens / seconds for tokens, seconds in self._expected(costs)), default=0.0)
+            gain = best * costs.plain
+            bound = 1 / (1 + self.margin) if self._drafts_pay else 1 + self.margin
+            self._drafts_pay = gain > bound
+            if self._drafts_pay:
+                return 0
+            self._num_plain = self.explore_every
+            # The round behind these explores.
+            self._num_rounds += -(self._num_rounds + 1) % self.explore_every
+        left = self._num_plain
+        self._num_plain -= 1
+        for place, reached in enumerate(self._reached):  # what is old weighs less, but not nothing
+            if reached > 2:
+                self._reached[place] *= 0.98
+                self._accepted[place] *= 0.98
+        return left
+
+    def choose(self, confidences: Sequence[float] | None, most: int, context: int) -> int:
+        """See `WidthPolicy`."""
+        seconds = self.costs(context).rounds
+        most = min(most, len(seconds) - 1)
+        is_exploring = self._is_exploring()
         self._num_rounds += 1
-        if self.explore_every and self._num_rounds % self.explore_every == 0:
+        self._unread = None
+        if is_exploring:
             return most
         survival, tokens, width = 1.0, 1.0, 0
         while width < most:
             rate = self._rate(width) if confidences is None else confidences[width]
             survival *= rate
-            if self._best_from(width + 1, most, survival, tokens) <= tokens / self.seconds[width]:
+            here = tokens / seconds[width]
+            beyond = self._best_from(width + 1, most, survival, tokens, seconds)
+            if width < self._last_width:
+                is_wider_better = beyond * (1 + self.margin) > here
+            else:
+                is_wider_better = beyond > here * (1 + self.margin)
+            if not is_wider_better:
                 break
             tokens += survival
             width += 1
+        self._last_width = width
+        self._unread = None if confidences is None or width == most else confidences[width]
+        if width == 0 and self._unread is not None:
+            self._see(0, self._unread)
         return width
 
     def observe(self, drafted: int, accepted: int) -> None:
         """See `WidthPolicy`; a round weighs half as much after some 35 more."""
         for place in range(min(drafted, accepted + 1, len(self._reached))):
-            self._reached[place] = 0.98 * self._reached[place] + 1
-            self._accepted[place] = 0.98 * self._accepted[place] + (place < accepted)
+            self._see(place, float(place < accepted))
+        if accepted == drafted and self._unread is not None:
+            self._see(drafted, self._unread)
+
+    def _is_exploring(self) -> bool:
+        """Whether the next round verifies everything: the first few, and then now and then."""
+        return self._num_rounds < self.num_first or (self._num_rounds + 1) % self.explore_every == 0
+
+    def _see(self, place: int, acceptance: float) -> None:
+        """Take in what became of a draft, or what was thought of the first that was not read.
+
+        Without the latter, only drafts that looked good would count.
+        """
+        self._reached[place] = 0.98 * self._reached[place] + 1
+        self._accepted[place] = 0.98 * self._accepted[place] + acceptance
 
     def _rate(self, place: int) -> float:
         return self._accepted[place] / self._reached[place]
 
-    def _best_from(self, width: int, most: int, survival: float, tokens: float) -> float:
+    def _expected(self, costs: RoundCosts) -> list[tuple[float, float]]:
+        """Tokens and seconds of rounds that verify 1, 2, ... drafts, going by earlier rounds."""
+        survival, tokens, expected = 1.0, 1.0, []
+        for place, seconds in enumerate(costs.rounds[1:]):
+            survival *= self._rate(place)
+            tokens += survival
+            expected.append((tokens, seconds))
+        return expected
+
+    def _best_from(
+        self, width: int, most: int, survival: float, tokens: float, seconds: Sequence[float]
+    ) -> float:
         """Most tokens per second of widths from `width` on, whose last draft has `survival`."""
         best = 0.0
         for wider in range(width, most + 1):
             if wider > width:
                 survival *= self._rate(wider - 1)
             tokens += survival
-            best = max(best, tokens / self.seconds[wider])
+            best = max(best, tokens / seconds[wider])
         return best

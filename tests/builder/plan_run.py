@@ -27,7 +27,7 @@ def run_plan(
         bound.run_launch(launch)
     for name, value in state.items():
         value.copy_(rank.state[name])
-    return [tensors[plan.outputs[name]] for name in ("tokens", "logits")]
+    return [tensors[index] for index in plan.outputs.values()]
 
 
 class _StateOnly:

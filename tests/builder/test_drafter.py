@@ -10,17 +10,14 @@ from safetensors.torch import load_file, save_file
 from small_model import OPTIONS, edit_config, edit_tensors, write_small
 from torch import Tensor
 
-from inkrt.builder import build
-from inkrt.builder.build import build_engine, prepare
+from inkrt.builder.build import prepare
 from inkrt.builder.checkpoint import Checkpoint, open_checkpoint
 from inkrt.builder.drafter import DRAFT_ROOT, FoundDrafter, choose_drafter, find_drafter
-from inkrt.builder.options import BuildOptions
 from inkrt.builder.pack import PackedTensor, read_weight
 from inkrt.engines.catalog import find_definition
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.engines.tiny.drafter import DRAFTER_LAYOUTS, HEAD_KINDS, TinyDrafter
-from inkrt.errors import BuildError, CheckpointError, ConfigError
-from inkrt.runtime.engine_file import read_config
+from inkrt.errors import CheckpointError, ConfigError
 
 Make = Callable[..., Path]
 
@@ -329,45 +326,3 @@ def test_the_drafters_files_take_part_in_the_fingerprint(make: Make, tmp_path: P
     second = fingerprint()
     edit_tensors(folder, lambda tensors: tensors.update({"extra": torch.ones(2)}))
     assert len({first, second, fingerprint()}) == 3
-
-
-def test_a_build_gets_the_drafter(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What tracing will need is at hand; until then it is refused or left out, and told."""
-    checkpoint, lines = make("embedded"), list[str]()
-    build_engine(checkpoint, tmp_path / "engine", OPTIONS, lines.append)
-    assert "drafter: left out, its steps cannot be built by this version" in lines
-    assert not any("unknown tensor" in line for line in lines)
-    bundled = [name for name in Checkpoint(checkpoint).names if name.startswith("dspark.")]
-    vision = [name for name in Checkpoint(checkpoint).names if name.startswith("model.visual.")]
-    count = len(bundled) + len(vision)
-    assert f"left out {count} tensors of parts that this version does not build" in lines
-    # The same in a tree that only the settings say is a drafter's.
-    moved = damaged(make, tmp_path / "moved")
-    edit_tensors(
-        moved, lambda t: [t.update({x.replace("dspark.", "mtp."): t.pop(x)}) for x in bundled]
-    )
-    lines.clear()
-    none = dataclasses.replace(OPTIONS, spec="none")
-    build_engine(moved, tmp_path / "engine2", none, lines.append)
-    assert f"left out {count} tensors of parts that this version does not build" in lines
-    assert not any("unknown tensor" in line for line in lines)
-    config = read_config(tmp_path / "engine")
-    assert config.build["spec"] == "none"
-    assert config.checkpoint_fingerprint == Checkpoint(checkpoint).fingerprint
-    with pytest.raises(BuildError, match="cannot be built by this version; leave it out with --sp"):
-        prepare(Checkpoint(checkpoint), dataclasses.replace(OPTIONS, spec="dspark"))
-
-    monkeypatch.setattr(build, "traceable", lambda drafter, *_: drafter)
-    other = make("specforge")
-    engine = tmp_path / "with"
-    built = build_engine(other, engine, OPTIONS, draft_checkpoint=other / "drafter")
-    found = find(other, other / "drafter")
-    assert found is not None
-    assert built.checkpoint_fingerprint == found.checkpoint.fingerprint
-    assert built.build["spec"] == "dspark"
-    assert "--spec dspark" in built.rebuild_command
-    assert built.rebuild_command.endswith(" --draft-checkpoint DRAFTER")
-    dummy = BuildOptions(max_verify_tokens=1, max_seq_len=200, prefill_chunk=16, weights="dummy")
-    assert prepare(Checkpoint(checkpoint), dummy).drafter is not None

@@ -127,7 +127,7 @@ def test_summary(engine: Path) -> None:
         "            262 KiB state, 2,560 B scratch",
         "plugins     embedding v1, norm v2",
         "checkpoint  0123456789abcdef",
-        "format      ink-engine 3, inkrt 0.1.0",
+        "format      ink-engine 4, inkrt 0.1.0",
         "rebuild     ink-build CHECKPOINT -o ENGINE --tp-size 2",
         "",
         "step     tokens  launches  bytes moved  scratch",
@@ -268,7 +268,7 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
 
 def test_engine_of_another_version_gives_exit_code_3(engine: Path) -> None:
     path = engine / "config.json"
-    path.write_text(path.read_text().replace('"format_version": 3', '"format_version": 99'))
+    path.write_text(path.read_text().replace('"format_version": 4', '"format_version": 99'))
     result = invoke(engine)
     assert result.exit_code == 3
     assert result.stderr.startswith(f"error: {engine} has engine format version 99, ")

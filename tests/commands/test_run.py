@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import pytest
 from typer.testing import CliRunner, Result
 
-from inkrt.commands import run
+from inkrt.commands import console, run
 from inkrt.errors import CapacityError
 from inkrt.runtime import llm as llm_module
 from inkrt.runtime.generation import Delta
@@ -70,9 +70,9 @@ class FakeLLM:
             yield Delta("", (99,), "stop")
         finally:
             self.streams_closed += 1
-            if self.speculative.method != "none":
-                for drafted, accepted in ((3, 2), (2, 0), (0, 0)):
-                    self.speculation.count(drafted, accepted, accepted + 1)
+            if self.speculative.method == "ngram":
+                for drafted, accepted, proposed in ((3, 2, 5), (2, 0, 2), (0, 0, 1)):
+                    self.speculation.count(drafted, accepted, accepted + 1, proposed=proposed)
 
 
 @pytest.fixture(autouse=True)
@@ -245,15 +245,90 @@ def test_who_drafts_reaches_the_llm_and_stats_say_what_it_did() -> None:
     assert the_llm().speculative == SpeculativeConfig("ngram", 3)
     # The same for both answers: counts are those of one.
     line = (
-        "; 2 rounds of 2.00 tokens and 1 plain steps, 2 of 5 drafts accepted, by place 50% 50% 0%"
+        "\n2 rounds of 2.00 tokens and 1 plain steps; 2 of 5 verified drafts accepted, 8 proposed; "
+        "by place 50% 50% 0% of the rounds, 50% 100% 0% of those that came to it\n"
     )
     assert result.stderr.count(line) == 2
     FakeLLM.opened.clear()
     assert invoke("engine", "-p", "x", "--stats").stderr.endswith("tokens/s\n")
-    assert the_llm().speculative == SpeculativeConfig("none")
+    assert the_llm().speculative == SpeculativeConfig("auto")
+    FakeLLM.opened.clear()
+    options = "--spec dspark --accept probabilistic --width confidence --confidence-threshold 0.25"
+    assert invoke("engine", "-p", "x", *options.split()).exit_code == 0
+    expected = SpeculativeConfig("dspark", None, "probabilistic", "confidence", 0.25)
+    assert the_llm().speculative == expected
 
 
-def test_an_unknown_drafter_is_refused_by_name() -> None:
-    result = invoke("engine", "-p", "x", "--spec", "eagle")
-    assert result.exit_code != 0
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--spec", "eagle", "method is 'eagle', it must be one of auto, none, ngram, dspark"),
+        ("--accept", "all", "accept is 'all', it must be one of coupled, probabilistic"),
+        ("--width", "wide", "width is 'wide', it must be one of fixed, confidence, cost"),
+        ("--confidence-threshold", "1.5", "confidence_threshold is 1.5, it must be a number from"),
+        ("--draft-tokens", "0", "num_draft_tokens is 0, it must be an integer of at least 1"),
+    ],
+)
+def test_unknown_names_are_refused(option: str, value: str, message: str) -> None:
+    result = invoke("engine", "-p", "x", option, value)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"error: {message}")
     assert FakeLLM.opened == []
+
+
+class Terminal(io.StringIO):
+    """Standard output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "is_colored"),
+    [
+        ({}, True, True),
+        ({"NO_COLOR": ""}, True, True),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+        ({}, False, False),
+    ],
+)
+def test_accepted_drafts_are_marked_on_terminals(
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    is_terminal: bool,
+    is_colored: bool,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    out = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+
+    def words(self: FakeLLM, text: str) -> Generator[Delta]:
+        yield Delta("plain ", (1,))
+        yield Delta("drafted, more", (2, 3), num_accepted=1, num_accepted_chars=8)
+        yield Delta("", (4, 5), "stop", num_accepted=1)
+
+    monkeypatch.setattr(FakeLLM, "_words", words)
+    llm = FakeLLM(Path("engine"), speculative=SpeculativeConfig())
+    dialog = run.Dialog(
+        llm, SamplingParams(), is_chat=True, show_stats=False,  # type: ignore[arg-type]
+        marks_drafts=console.can_color(sys.stdout),
+    )  # fmt: skip
+    dialog.say("x")
+    drafted = "\x1b[32mdrafted,\x1b[0m" if is_colored else "drafted,"
+    assert out.getvalue() == f"plain {drafted} more\n"
+    dialog.say("y")
+    # The marks are no part of the conversation.
+    assert llm.asked[-1][0][1] == {"role": "assistant", "content": "plain drafted, more"}
+
+
+def test_a_dialog_on_no_terminal_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def words(self: FakeLLM, text: str) -> Generator[Delta]:
+        self.streams_closed += 1
+        yield Delta("drafted", (2,), "stop", num_accepted=1, num_accepted_chars=7)
+
+    monkeypatch.setattr(FakeLLM, "_words", words)
+    assert invoke("engine", "-i", stdin="one\n").stdout == "drafted\n"

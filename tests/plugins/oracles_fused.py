@@ -104,12 +104,14 @@ def philox(counter: Sequence[int], key: tuple[int, int]) -> list[int]:
     return c
 
 
-def gumbel_row(seed: int, position: int, vocab_size: int) -> np.ndarray:
-    """Float64 noise of each token id, purpose 0 (sampling)."""
+def gumbel_row(
+    seed: int, position: int, vocab_size: int, purpose: int = 0, anchor: int = 0
+) -> np.ndarray:
+    """Float64 noise of each token id; purpose 0 is sampling."""
     key = (seed % 2**32, seed // 2**32)
     words: list[int] = []
     for block in range(-(-vocab_size // 4)):
-        words += philox((block, position, 0, 0), key)
+        words += philox((block, position, purpose, anchor), key)
     u = (np.array(words[:vocab_size], dtype=np.float64) + 0.5) / 2**32
     return -np.log(-np.log(u))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import ORACLES, to_float64
+from oracles_draft import ORACLES_DRAFT
 from oracles_flint import ORACLES_FLINT
 from oracles_fused import ORACLES_FUSED
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Arguments, Case, Plugin, plugins
 
-ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT
+ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -45,8 +46,10 @@ def _assert_near(name: str, got: Tensor, expected: Any, rtol: float) -> None:
         assert torch.equal(got.long(), expected.long()), name
         return
     assert torch.isfinite(got).all() or torch.isinf(expected).any(), name
+    is_infinite = torch.isinf(expected)
+    assert torch.equal(got[is_infinite].double(), expected[is_infinite].double()), name
     # NaN in the oracle: anything finite is right.
-    is_free = torch.isnan(expected)
+    is_free = torch.isnan(expected) | is_infinite
     expected = expected.masked_fill(is_free, 0.0)
     error = got.double().masked_fill(is_free, 0.0) - expected
     bound = rtol * torch.linalg.vector_norm(expected)

@@ -37,6 +37,8 @@ from inkrt.runtime.engine_file import (
 from inkrt.runtime.executor import Sampling, StepInput, StepOutput
 from inkrt.runtime.executor.decode_queue import DecodeQueue
 from inkrt.runtime.plan import Plan
+from inkrt.runtime.session import Session
+from inkrt.runtime.spec.drafter import Proposal
 
 VOCAB, NUM_EMBEDDINGS = 400, 410
 WINDOW = 8  # positions that rings are read back for, the current one included
@@ -112,7 +114,7 @@ def write_engine(
     config = make_config(**changes)
     plans = {
         step.name: Plan(step.name, step.num_tokens, step.num_rows, (), (), 0, {}, {})
-        for step in config.steps
+        for step in config.all_steps
     }
     for rank in range(config.tp_size):
         (folder / plan_file(rank)).write_bytes(encode_code(EngineCode(plans)))
@@ -266,6 +268,24 @@ class FakeExecutor:
         assert (ring[:, 0] == near).all(), f"ring of position {position} lacks {near}: {ring[:, 0]}"
         assert (paged[:, 0] == far).all(), f"pages of position {position} lack {far}: {paged[:, 0]}"
         return _hash_logits(position + 1, ring[:, 1].tolist(), paged[:, 1].tolist())
+
+
+class CertainDrafter:
+    """A drafter that goes by the timeline alone: `propose` gives the tokens."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        raise NotImplementedError
+
+    def draft(
+        self,
+        session: Session,  # noqa: ARG002
+        tokens: Sequence[int],
+        sampling: Sampling,  # noqa: ARG002
+        most: int,
+        *,
+        coupled: bool,  # noqa: ARG002
+    ) -> Proposal:
+        return Proposal(self.propose(tokens, most))
 
 
 def _hash_logits(length: int, near: Sequence[int], far: Sequence[int]) -> NDArray[np.float32]:

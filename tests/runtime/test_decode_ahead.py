@@ -20,6 +20,9 @@ from inkrt.runtime.engine_file import StateLayout
 from inkrt.runtime.executor import Sampling, StepInput
 from inkrt.runtime.executor.decode_queue import DecodeQueue
 from inkrt.runtime.session import MAX_AHEAD, Session
+from inkrt.runtime.spec.drafter import NgramDrafter
+from inkrt.runtime.spec.round import Speculator
+from inkrt.runtime.spec.width import CostAware, RoundCosts
 from inkrt.runtime.state import StateManager
 
 GREEDY = Sampling()
@@ -315,3 +318,20 @@ def test_nothing_is_taken_from_a_queue_that_was_cleared() -> None:
     queue.clear()
     queue.decode(StepInput([102], 2, 1, [8], GREEDY), 4)
     assert device.told == [("begin", 1), "step", ("begin", 2), "step"]
+
+
+def test_plain_steps_run_ahead_where_drafting_does_not_pay() -> None:
+    bench = Bench()
+    costs = RoundCosts(1.0, [1.1, 9.0, 9.0])
+    drafter = NgramDrafter(1)
+    policy = CostAware(lambda _: costs, explore_every=16, num_first=0)
+    speculator = Speculator(drafter, policy, 2)
+    session = bench.session(PROMPT)
+    tokens = [*PROMPT, expected_token(PROMPT, GREEDY)]
+    begun = bench.executor.num_begun
+    while len(tokens) < len(PROMPT) + 33:
+        tokens += speculator.run(session, tokens, GREEDY, len(PROMPT) + 33 - len(tokens)).tokens
+    assert tokens[len(PROMPT) :] == generate_plainly(PROMPT, GREEDY, 33)
+    assert bench.executor.num_taken > 25
+    # Two stretches of 16 and what a round in between may leave: not one beginning for each step.
+    assert bench.executor.num_begun - begun <= 4

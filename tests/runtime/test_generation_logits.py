@@ -32,6 +32,7 @@ from inkrt.runtime.session import Session
 from inkrt.runtime.spec.config import SpeculativeConfig
 from inkrt.runtime.spec.drafter import NgramDrafter
 from inkrt.runtime.spec.round import Speculator
+from inkrt.runtime.spec.width import FixedWidth
 from inkrt.runtime.state import StateManager
 from inkrt.runtime.tokenizer import Tokenizer
 
@@ -71,7 +72,7 @@ def run(
     config = config or make_config()
     executor = Forgetful(config)
     states = StateManager(config.state, config.max_seq_len, config.rebuild_command)
-    speculator = Speculator(drafter, width) if drafter is not None else None
+    speculator = Speculator(drafter, FixedWidth(), width) if drafter is not None else None
     generation = Generation(
         Session(executor, states, config, states.open()), list(prompt), SamplingParams(**params),
         None, speculator,
@@ -214,7 +215,7 @@ def test_nothing_left_to_say_ends_the_generation_with_an_error() -> None:
     params = {"allowed_token_ids": [7], "bad_words": [[7] * 4], "temperature": 0.0}
 
     def take(drafter: Any) -> list[int]:
-        speculator = Speculator(drafter, BLOCK) if drafter else None
+        speculator = Speculator(drafter, FixedWidth(), BLOCK) if drafter else None
         config = make_config()
         states = StateManager(config.state, config.max_seq_len, config.rebuild_command)
         session = Session(Forgetful(config), states, config, states.open())

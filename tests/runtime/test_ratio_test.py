@@ -24,8 +24,15 @@ from inkrt.runtime.spec.accept import (
     residual,
     thresholds,
 )
-from inkrt.runtime.spec.width import ConfidenceThreshold, CostAware, FixedWidth, WidthPolicy
+from inkrt.runtime.spec.width import (
+    ConfidenceThreshold,
+    CostAware,
+    FixedWidth,
+    RoundCosts,
+    WidthPolicy,
+)
 
+MakePolicy = Callable[[], WidthPolicy]
 Choose = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 V = 6
@@ -141,31 +148,35 @@ def confidences_of(chain: Chain, sampling: Sampling, blocks: NDArray[np.int64]) 
     return overlap[before]
 
 
-def chooser(policy: WidthPolicy, chain: Chain, sampling: Sampling) -> Choose:
+def chooser(make_policy: MakePolicy, chain: Chain, sampling: Sampling) -> Choose:
     def choose(blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         rows = confidences_of(chain, sampling, blocks)
         found, back = np.unique(rows, axis=0, return_inverse=True)
-        return np.array([policy.choose(row.tolist(), WIDTH) for row in found])[back.ravel()]
+        widths = [make_policy().choose(row.tolist(), WIDTH, 0) for row in found]
+        return np.array(widths)[back.ravel()]
 
     return choose
 
 
-def policies() -> dict[str, WidthPolicy]:
-    stairs = CostAware([1.0, 1.35, 2.2, 2.3], explore_every=0)
-    return {
-        "fixed": FixedWidth(),
-        "threshold": ConfidenceThreshold(0.68),
-        "cost": CostAware([1.0, 1.65, 2.2, 2.8], explore_every=0),
-        "stairs": stairs,
-    }
+def by_cost(*seconds: float) -> MakePolicy:
+    costs = RoundCosts(seconds[0], seconds)
+    return lambda: CostAware(lambda _: costs, explore_every=10**9, num_first=0)
+
+
+POLICIES: dict[str, MakePolicy] = {
+    "fixed": FixedWidth,
+    "threshold": lambda: ConfidenceThreshold(0.68),
+    "cost": by_cost(1.0, 1.65, 2.2, 2.8),
+    "stairs": by_cost(1.0, 1.35, 2.2, 2.3),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("policy", policies())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_block_together_gives_the_targets_distribution(kind: str, name: str, policy: str):
     chain, sampling = Chain.make(kind, 4), SETTINGS[name]
-    choose = chooser(policies()[policy], chain, sampling)
+    choose = chooser(POLICIES[policy], chain, sampling)
     expected = plain_distribution(np.array([oracle(row, sampling) for row in chain.logits]))
     got = output_distribution(chain, sampling, choose)
     assert np.abs(got - expected).max() < 2e-7  # the oracle knows no float32
@@ -176,7 +187,7 @@ def test_policies_do_choose_different_widths():
         chain, sampling = Chain.make("near", size), SETTINGS["plain"]
         blocks = np.array(list(itertools.product(range(size), repeat=WIDTH)))
         for name in ("threshold", "cost"):
-            widths = chooser(policies()[name], chain, sampling)(blocks)
+            widths = chooser(POLICIES[name], chain, sampling)(blocks)
             assert len(set(widths.tolist())) > 1, (size, name, widths)
 
 
@@ -214,7 +225,7 @@ def test_accepts_at_least_as_many_as_the_test_token_by_token():
 def simulate(
     chain: Chain,
     sampling: Sampling,
-    policy: WidthPolicy,
+    make_policy: MakePolicy,
     num_tokens: int,
     seeds: NDArray[np.int64],
     *,
@@ -224,7 +235,7 @@ def simulate(
     target, draft = chain.target(sampling), chain.draft(sampling)
     output = np.zeros((len(seeds), num_tokens + WIDTH + 2), int)  # place 0 is the first anchor
     anchors = np.zeros(len(seeds), int)
-    choose = chooser_behind(policy, chain, sampling)
+    choose = chooser_behind(make_policy, chain, sampling)
     while (running := anchors < num_tokens).any():
         rows = np.flatnonzero(running)
         seed, anchor = seeds[rows], anchors[rows]
@@ -256,13 +267,13 @@ def simulate(
     return output[:, 1 : num_tokens + 1]
 
 
-def chooser_behind(policy: WidthPolicy, chain: Chain, sampling: Sampling) -> Choose:
+def chooser_behind(make_policy: MakePolicy, chain: Chain, sampling: Sampling) -> Choose:
     """As `chooser`, for blocks with their anchor in front."""
     overlap = np.minimum(chain.target(sampling), chain.draft(sampling)).sum(-1)
 
     def choose(blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         found, back = np.unique(blocks[:, :-1], axis=0, return_inverse=True)
-        widths = [policy.choose(overlap[tokens].tolist(), WIDTH) for tokens in found]
+        widths = [make_policy().choose(overlap[tokens].tolist(), WIDTH, 0) for tokens in found]
         return np.array(widths)[back.ravel()]
 
     return choose
@@ -298,7 +309,7 @@ def p_values(tokens: NDArray[np.int64], target: NDArray[np.float64]) -> list[flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", policies())
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_rounds_draw_from_the_target(name: str, kind: str, policy: str):
@@ -314,7 +325,7 @@ def test_rounds_draw_from_the_target_few_samples(name: str, kind: str):
 def check_rounds(name: str, kind: str, policy: str, num_samples: int) -> None:
     chain, sampling = Chain.make(kind), SETTINGS[name]
     seeds = np.arange(num_samples, dtype=np.int64) * 2_654_435_761 + 12345
-    tokens = simulate(chain, sampling, policies()[policy], 4, seeds)
+    tokens = simulate(chain, sampling, POLICIES[policy], 4, seeds)
     expected = np.array([oracle(row, sampling) for row in chain.logits])
     values = p_values(tokens, expected)
     assert min(values) > 1e-4, values
@@ -325,9 +336,9 @@ def test_noise_keyed_by_position_alone_is_found_out():
     chain, sampling = Chain.make("near"), SETTINGS["plain"]
     seeds = np.arange(100_000, dtype=np.int64)
     target = chain.target(sampling)
-    reused = simulate(chain, sampling, FixedWidth(), 4, seeds, by_position_only=True)
+    reused = simulate(chain, sampling, FixedWidth, 4, seeds, by_position_only=True)
     assert min(p_values(reused, target)) < 1e-6
-    fresh = simulate(chain, sampling, FixedWidth(), 4, seeds)
+    fresh = simulate(chain, sampling, FixedWidth, 4, seeds)
     assert min(p_values(fresh, target)) > 1e-4
 
 

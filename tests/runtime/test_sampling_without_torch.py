@@ -32,7 +32,16 @@ def test_words_are_those_of_the_plugins():
     )
     got = token_bits(SEED, positions, Purpose.SAMPLE, 131)
     assert got.astype(np.int64).tolist() == expected.tolist()
-    assert int(Purpose.SAMPLE) == int(plugin_noise.Purpose.SAMPLE)
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+@pytest.mark.parametrize("anchor", [0, 7, 2**32 - 1])
+def test_words_of_every_purpose_are_those_of_the_plugins(purpose: Purpose, anchor: int):
+    theirs = plugin_noise.Purpose[purpose.name]
+    assert int(theirs) == int(purpose)
+    expected = plugin_noise.token_bits(SEED, torch.tensor([5, 900]), theirs, 31, anchor)
+    got = token_bits(SEED, [5, 900], purpose, 31, anchor)
+    assert got.astype(np.int64).tolist() == expected.tolist()
 
 
 def test_purpose_and_anchor_stand_in_the_counter():

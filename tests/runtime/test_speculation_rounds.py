@@ -9,6 +9,7 @@ import pytest
 from fake import (
     EOS,
     VOCAB,
+    CertainDrafter,
     FakeExecutor,
     generate_plainly,
     make_config,
@@ -29,6 +30,7 @@ from inkrt.runtime.spec.config import SpeculativeConfig
 from inkrt.runtime.spec.drafter import Drafter, NgramDrafter
 from inkrt.runtime.spec.round import Speculator
 from inkrt.runtime.spec.stats import SpeculationStats
+from inkrt.runtime.spec.width import FixedWidth
 from inkrt.runtime.state import StateManager
 from inkrt.runtime.tokenizer import Tokenizer
 
@@ -36,7 +38,7 @@ PROMPT = [10, 20, 30, 40, 50]
 BLOCK = 7
 
 
-class Oracle:
+class Oracle(CertainDrafter):
     """Knows the plain output and proposes a prescribed number of right tokens, then wrong ones.
 
     Args:
@@ -48,7 +50,7 @@ class Oracle:
         self.text, self.rights, self.right = text, iter(rights), 0
         self.given: list[int] = []
 
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         assert list(tokens) == list(self.text[: len(tokens)])
         self.right = next(self.rights, self.right)
         place = len(tokens)
@@ -58,13 +60,13 @@ class Oracle:
         return [*right, *wrong]
 
 
-class Noise:
+class Noise(CertainDrafter):
     """Proposes anything, and more than it was asked for."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
 
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:  # noqa: ARG002
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:  # noqa: ARG002
         return [self.rng.randrange(VOCAB) for _ in range(self.rng.randrange(most + 5))]
 
 
@@ -92,7 +94,7 @@ class Run:
         self.session = Session(self.executor, self.states, config, self.states.open())
         self.generation = Generation(
             self.session, list(prompt), SamplingParams(**params), tokenizer,
-            Speculator(drafter, width),
+            Speculator(drafter, FixedWidth(), width),
         )  # fmt: skip
 
     def finish(self) -> CompletionOutput:
@@ -197,13 +199,13 @@ def test_a_stop_token_at_each_place_of_a_block(place: int) -> None:
         assert (also.token_ids[-1], also.stop_reason) == (333, 333)
 
 
-class Blind:
+class Blind(CertainDrafter):
     """Proposes a text by position, whatever has become of it."""
 
     def __init__(self, oracle: Oracle) -> None:
         self.text = oracle.text
 
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         return list(self.text[len(tokens) : len(tokens) + most])
 
 
@@ -237,7 +239,7 @@ def test_sessions_of_very_different_lengths_take_turns_and_reuse_slots() -> None
     def start(prompt: list[int], right: int) -> tuple[Generation, list[int]]:
         plain = generate_plainly(prompt, Sampling(), 12)
         session = Session(executor, states, config, states.open())
-        speculator = Speculator(Oracle([*prompt, *plain, *[0] * 9], [right]), BLOCK)
+        speculator = Speculator(Oracle([*prompt, *plain, *[0] * 9], [right]), FixedWidth(), BLOCK)
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         return Generation(session, prompt, params, None, speculator), plain
 
@@ -292,7 +294,7 @@ def test_ngrams_against_a_search_of_the_whole_text() -> None:
         while end < len(text):
             end += rng.randrange(1, 9)
             tokens, most = text[:end], rng.randrange(1, 9)
-            assert drafter.draft(tokens, most) == _search(tokens, most, shortest, longest)
+            assert drafter.find(tokens, most) == _search(tokens, most, shortest, longest)
 
 
 def _search(tokens: list[int], most: int, shortest: int, longest: int) -> list[int]:
@@ -371,3 +373,18 @@ def test_what_an_engine_cannot_verify_is_refused(
             SpeculativeConfig("ngram", number)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"'eagle'.*none, ngram"):
         SpeculativeConfig("eagle")  # type: ignore[arg-type]
+
+
+def test_deltas_tell_which_tokens_and_text_were_drafted(tmp_path: Path) -> None:
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    script = tokenizer.encode("the quick brown fox jumps over the lazy dog")
+    oracle = Oracle([*PROMPT, *script, *[0] * 9], [2, 0, 5])
+    run = Run(oracle, script=script, tokenizer=tokenizer, temperature=0.0, max_tokens=len(script))
+    prefill, *rounds = list(run.generation)
+    assert (prefill.num_accepted, prefill.num_accepted_chars) == (0, 0)
+    assert [delta.num_accepted for delta in rounds[:3]] == [2, 0, 5]
+    for delta in rounds:
+        drafted = tokenizer.decode(delta.token_ids[: delta.num_accepted])
+        assert delta.text[: delta.num_accepted_chars] == drafted
+        assert len(delta.token_ids) == delta.num_accepted + 1

@@ -1,5 +1,6 @@
 """Whole engines of tiny checkpoints, built once per worker."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from functools import cache
@@ -10,6 +11,10 @@ import torch
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
+from inkrt.engines.nano import export
+from inkrt.engines.nano.drafter import HEADS, Drafter, Head, drafter_config
+from inkrt.engines.nano.drafter_export import embed_in_checkpoint
+from inkrt.engines.nano.model import Nano
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 
 torch.set_num_threads(1)
@@ -48,5 +53,33 @@ def make_engine(
         chosen = BuildOptions(**{"max_seq_len": 250, **options})
         build_engine(make_checkpoint(dtype, num_layers), engine, chosen)
         return engine
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_speculating_engine(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
+    """Engines of a small random model with an untrained drafter, by the drafter's head.
+
+    They have 136 positions, three sessions and steps of up to 8 tokens.
+    """
+    from test_drafting import SMALL
+
+    torch.manual_seed(3)
+    target = Nano(SMALL).eval().requires_grad_(False)
+    config = dataclasses.replace(drafter_config(target), block_size=7, head_dim=16)
+    drafter = Drafter(config, HEADS).eval().requires_grad_(False)
+    for name, parameter in drafter.named_parameters():
+        if "heads." in name or "markov" in name:
+            parameter.copy_(torch.randn(parameter.shape) * 0.4)
+
+    @cache
+    def make(head: Head) -> Path:
+        base = tmp_path_factory.mktemp(head)
+        export.write_checkpoint(target, base / "checkpoint", base)
+        embed_in_checkpoint(base / "checkpoint", drafter, head)
+        options = BuildOptions(max_seq_len=136, max_batch_size=3, dtype="float32")
+        build_engine(base / "checkpoint", base / "engine", options)
+        return base / "engine"
 
     return make

@@ -16,6 +16,7 @@ from inkrt.runtime.logits import needs_processing
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.spec import config
 from inkrt.runtime.spec.config import SpeculativeConfig
+from inkrt.runtime.spec.drafter import Proposal
 
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
@@ -116,11 +117,11 @@ class Oracle:
         self.rights = [n for first in range(8) for second in range(8) for n in (first, second)]
         random.Random(0).shuffle(self.rights)
 
-    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+    def draft(self, _: Any, tokens: Sequence[int], _sampling: Any, most: int, **_rule: Any):
         place, right = len(tokens), min(self.rights.pop(), most)
         assert list(tokens) == self.text[:place]
         wrong = [token ^ 1 for token in self.text[place + right : place + most]]
-        return [*self.text[place : place + right], *wrong]
+        return Proposal([*self.text[place : place + right], *wrong])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,0 +1,123 @@
+"""What steps of an engine take on a machine, measured: the table that cost-aware widths go by.
+
+`ink-bench engine ENGINE --costs` writes it into the engine folder, where it is no part of the
+engine: the folder's configuration does not list it, and an engine copied to another machine should
+be measured there. So a table names the engine and the device that it was measured with.
+"""
+
+import os
+import secrets
+from bisect import bisect_left
+from pathlib import Path
+from typing import Self
+
+import msgspec
+from msgspec import Struct
+
+from inkrt.errors import ConfigError, EngineFormatError
+from inkrt.runtime.engine_file import EngineConfig, plan_file
+from inkrt.runtime.spec.width import RoundCosts
+
+COSTS_NAME = "costs.json"
+
+
+class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
+    """Times in seconds, by context.
+
+    Attributes:
+        engine: sha256 of the engine's first plan file.
+        device: where it was measured, for people.
+        contexts: tokens in front of the steps, rising.
+        decode_s: of a plain step among others, by context.
+        verify_s: by context, of a step that reads 1, 2, ... tokens and is waited for.
+        draft_s: of the engine's draft step, by context; None without one.
+    """
+
+    engine: str
+    device: str
+    contexts: tuple[int, ...]
+    decode_s: tuple[float, ...]
+    verify_s: tuple[tuple[float, ...], ...]
+    draft_s: tuple[float, ...] | None
+
+    @classmethod
+    def read(cls, folder: Path, config: EngineConfig) -> Self | None:
+        """The table of an engine; None if it has not been measured.
+
+        Raises:
+            EngineFormatError: the file is damaged or belongs to another engine.
+        """
+        path = folder / COSTS_NAME
+        again = f"measure again with: ink-bench engine {folder} --costs"
+        try:
+            table = msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise EngineFormatError(f"{path} is damaged ({error}); {again}") from None
+        if table.engine != engine_hash(config):
+            raise EngineFormatError(f"{path} was measured with another engine; {again}")
+        if problem := table._problem():
+            raise EngineFormatError(f"{path} is damaged ({problem}); {again}")
+        return table
+
+    def write(self, folder: Path) -> Path:
+        """Write the table into an engine folder: the whole file or nothing.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        assert self._problem() is None, self._problem()
+        path = folder / COSTS_NAME
+        staged = folder / f".{COSTS_NAME}.tmp-{secrets.token_hex(4)}"
+        try:
+            with staged.open("wb") as file:
+                file.write(self.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            staged.replace(path)
+        except OSError as error:
+            staged.unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot write {path} ({error.strerror}); make the engine folder writable"
+            ) from None
+        return path
+
+    def encode(self) -> bytes:
+        """The file's content."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    def round_costs(self, context: int, most: int, *, with_draft_step: bool) -> RoundCosts:
+        """Seconds of rounds with up to `most` drafts, at the nearest measured context from above.
+
+        Args:
+            context: tokens in front of the round; behind the last measured one, that one's.
+            most: below the number of tokens of the widest measured step.
+            with_draft_step: whether the engine's draft step runs in each.
+        """
+        place = min(bisect_left(self.contexts, context), len(self.contexts) - 1)
+        draft_s = 0.0
+        if with_draft_step:
+            assert self.draft_s is not None, "no draft step was measured"
+            draft_s = self.draft_s[place]
+        verify_s = self.verify_s[place][: most + 1]
+        assert len(verify_s) == most + 1, (len(verify_s), most)
+        return RoundCosts(self.decode_s[place], [draft_s + seconds for seconds in verify_s])
+
+    def _problem(self) -> str | None:
+        count = len(self.contexts)
+        columns = [self.decode_s, *zip(*self.verify_s, strict=False)]
+        if self.draft_s is not None:
+            columns.append(self.draft_s)
+        if not count or list(self.contexts) != sorted(set(self.contexts)):
+            return "contexts do not rise"
+        if len({len(row) for row in self.verify_s}) != 1 or any(len(c) != count for c in columns):
+            return "rows of different lengths"
+        if min(min(column) for column in columns) <= 0:
+            return "times that are not above 0"
+        return None
+
+
+def engine_hash(config: EngineConfig) -> str:
+    """What a table remembers of its engine."""
+    return config.files[plan_file(0)].sha256

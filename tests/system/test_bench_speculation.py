@@ -1,0 +1,134 @@
+"""ink-bench engine --costs and --acceptance on a whole engine."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from inkrt.commands import bench
+from inkrt.commands.bench_speculation import PROMPTS, figures, plot
+from inkrt.runtime.engine_file import read_config
+from inkrt.runtime.llm import LLM
+from inkrt.runtime.sampling_params import SamplingParams
+from inkrt.runtime.spec.config import SpeculativeConfig
+from inkrt.runtime.spec.costs import CostTable
+from inkrt.runtime.spec.stats import SpeculationStats
+
+
+@pytest.fixture(scope="module")
+def folder(make_engine: Any) -> Path:
+    return make_engine("float32", num_layers=1)
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(bench.make_app(), ["engine", *map(str, arguments)])
+
+
+def test_costs_are_measured_and_used(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "costs.json"
+    result = invoke(folder, "--costs", "--runs", 2, "--contexts", "100,9,4000", "--json", out)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == f"written: {folder / 'costs.json'}\n"
+    table = CostTable.read(folder, read_config(folder))
+    assert table is not None
+    assert out.read_bytes() == (folder / "costs.json").read_bytes()
+    assert table.contexts == (9, 100)  # 4000 does not fit
+    assert [len(row) for row in table.verify_s] == [8, 8]
+    assert table.draft_s is None
+    line = result.stdout.splitlines()[1].split()
+    assert int(line[0]) == 9
+    assert float(line[1]) == pytest.approx(1e3 * table.decode_s[0], abs=1e-3)
+    times = [1e3 * seconds for seconds in table.verify_s[0]]
+    assert [float(cell) for cell in line[2:]] == pytest.approx(times, abs=1e-3)
+
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    prompt = [5, 6, 7] * 10
+    with LLM(folder) as llm:
+        plain = llm.generate([prompt], params)[0].outputs
+    with LLM(folder, speculative=SpeculativeConfig("ngram", width="cost")) as llm:
+        assert llm.generate([prompt], params)[0].outputs == plain
+
+
+def test_contexts_that_do_not_fit(folder: Path) -> None:
+    result = invoke(folder, "--costs", "--runs", 2, "--contexts", "4000")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: no context fits: 5 steps behind it need room in the engine's 250 positions; give "
+        "shorter --contexts or fewer --runs\n"
+    )
+
+
+def test_acceptance_of_prompts(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a b a b a b\n\nthe same, the same, the same\n")
+    out = tmp_path / "acceptance.json"
+    options = ["--spec", "ngram", "--max-tokens", 20, "--temperature", 0, "--draft-tokens", 3]
+    result = invoke(folder, "--acceptance", "--prompts", prompts, *options, "--json", out)
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert (report["method"], report["accept"], report["width"]) == ("ngram", "coupled", "fixed")
+    assert [row["prompt"] for row in report["prompts"]] == prompts.read_text().split("\n")[0:3:2]
+    for name in ("emitted", "rounds", "plain_steps", "drafted", "accepted", "cut"):
+        assert sum(row[name] for row in report["prompts"]) == report["all"][name]
+    with LLM(folder, speculative=SpeculativeConfig("ngram", 3)) as llm:
+        for row in report["prompts"]:
+            params = SamplingParams(temperature=0.0, max_tokens=20)
+            output = llm.chat([{"role": "user", "content": row["prompt"]}], params)
+            assert row == {"prompt": row["prompt"], **figures(output.speculation)}
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["prompt", "a", "the", "all"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--costs", "--acceptance"], "are two measurements; run one after the other"),
+        (["--prompts", "x"], "are for --acceptance; add it or leave them out"),
+        (["--plot", "x.png"], "are for --acceptance; add it or leave them out"),
+        (["--acceptance", "--prompts", "none.txt"], "cannot read none.txt"),
+        (["--acceptance", "--plot", "no/x.png"], "cannot write no/x.png; name a file in a folder"),
+        (["--acceptance"], "has no drafter of its own; add --spec ngram"),
+        (["--acceptance", "--spec", "dspark"], "no drafter of its own; draft with ngram"),
+    ],
+)
+def test_wrong_usage(folder: Path, options: list[str], message: str) -> None:
+    result = invoke(folder, *options)
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert message in result.stderr
+
+
+def test_a_file_without_prompts(folder: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n \n")
+    result = invoke(folder, "--acceptance", "--prompts", empty, "--spec", "ngram")
+    assert result.stderr == f"error: {empty} has no prompts; write one into each line\n"
+    assert len(set(PROMPTS)) == len(PROMPTS)
+
+
+def test_a_plot_needs_matplotlib(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    result = invoke(folder, "--acceptance", "--spec", "ngram", "--plot", tmp_path / "x.png")
+    assert result.stderr == (
+        "error: a plot needs matplotlib, which is not installed; install it with: "
+        "pip install 'inkrt[plot]', or leave --plot out\n"
+    )
+    assert result.stdout == ""
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    stats = SpeculationStats()
+    for accepted in (0, 3, 1):
+        stats.count(3, accepted, accepted + 1)
+    report = {
+        "method": "ngram", "accept": "coupled", "width": "fixed", "temperature": 1.0,
+        "all": figures(stats),
+    }  # fmt: skip
+    plot(report, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
