@@ -1,5 +1,13 @@
-"""Drafters in checkpoints: embedded in the target's folder, or in other layouts of their own."""
+"""Drafters in checkpoints: embedded in the target's folder, or in other layouts of their own.
 
+    python -m inkrt.engines.nano.drafter_export CHECKPOINT OUT --head gated
+    python -m inkrt.engines.nano.drafter_export CHECKPOINT OUT --head rnn --layout speculators
+
+The first copies the checkpoint with another of its heads; the second writes a drafter folder for
+`ink-build --draft-checkpoint`.
+"""
+
+import argparse
 import json
 import shutil
 from dataclasses import asdict
@@ -10,12 +18,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from inkrt.engines.nano import export
 from inkrt.engines.nano.drafter import HEADS, Drafter, DrafterConfig, Head
 from inkrt.engines.nano.export import read_tensors, write_json
 from inkrt.engines.nano.model import Nano
 
 Layout = Literal["deepspec", "speculators", "specforge"]
 PREFIX = "dspark."
+LAYOUTS: tuple[Layout, ...] = ("deepspec", "speculators", "specforge")
+# Sizes that config.json has under the names of DrafterConfig.
+_SIZES = (
+    "block_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "markov_rank",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
+)
 
 
 def head_tensors(drafter: Drafter, kind: Head) -> dict[str, Tensor]:
@@ -100,6 +123,33 @@ def choose_head(folder: Path, out: Path, kind: Head) -> None:
     write_json(out / "config.json", values | {"dspark_markov_head_type": kind})
 
 
+def read_drafter(folder: Path) -> Drafter:
+    """The drafter of a checkpoint folder with all its heads, in float32."""
+    values = json.loads((folder / "config.json").read_text())
+    target = export.read_config(folder)
+    config = DrafterConfig(
+        vocab_size=target.vocab_size,
+        mask_token_id=values["dspark_noise_token_id"],
+        target_layer_ids=tuple(values["dspark_target_layer_ids"]),
+        hidden_size=target.hidden_size,
+        **{name: values[f"dspark_{name}"] for name in _SIZES},
+    )
+    tensors = {
+        name.removeprefix(PREFIX): value.float()
+        for name, value in export.read_tensors(folder).items()
+        if name.startswith(PREFIX) and not _is_own(name.removeprefix(PREFIX))
+    }
+    state = {name.removeprefix("markov_head."): value for name, value in tensors.items()}
+    for kind in HEADS:
+        for name, value in load_file(folder / "heads" / f"{kind}.safetensors").items():
+            own = name.removeprefix("markov_head.")
+            own = own.replace("confidence_head.proj.", "confidence.")
+            state[f"heads.{kind}.{own}"] = value.float()
+    drafter = Drafter(config, HEADS)
+    drafter.load_state_dict(state)
+    return drafter
+
+
 def as_layout(
     drafter: Drafter, kind: Head, target: Nano, layout: Layout
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -170,3 +220,26 @@ def _head(name: str) -> Head:
         if kind == name:
             return kind
     raise ValueError(f"no head is called {name!r}")
+
+
+def main() -> None:
+    """Write what the command line says."""
+    parser = argparse.ArgumentParser(description="Another head or layout of a nano drafter.")
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--head", choices=HEADS, default="rnn")
+    parser.add_argument("--layout", choices=("embedded", *LAYOUTS), default="embedded")
+    options = parser.parse_args()
+    if options.layout == "embedded":
+        choose_head(options.checkpoint, options.out, options.head)
+        return
+    target = export.read_model(options.checkpoint, torch.float32)
+    drafter = read_drafter(options.checkpoint)
+    values, tensors = as_layout(drafter, options.head, target, options.layout)
+    options.out.mkdir(parents=True)
+    save_file(tensors, options.out / "model.safetensors", metadata={"format": "pt"})
+    write_json(options.out / "config.json", values)
+
+
+if __name__ == "__main__":
+    main()

@@ -52,7 +52,7 @@ def accuracies(tasks: list[dict[str, Any]], is_solved: list[bool]) -> dict[str, 
 
 
 def main() -> None:
-    """Print the accuracies."""
+    """Print the accuracies and put them into the checkpoint's report."""
     parser = argparse.ArgumentParser(description="Task accuracy of inkling2-nano.")
     parser.add_argument("data", type=Path)
     parser.add_argument("checkpoint", type=Path)
@@ -62,8 +62,10 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = export.read_model(options.checkpoint, dtype).to(device).eval()
     tasks = json.loads((options.data / "tasks.json").read_text())
-    for name, (right, count) in accuracies(tasks, solved(model, tasks, options.batch)).items():
+    found = accuracies(tasks, solved(model, tasks, options.batch))
+    for name, (right, count) in found.items():
         say(f"{name}: {right}/{count} = {right / count:.1%}")
+    export.add_report(options.checkpoint, "tasks", {k: list(v) for k, v in found.items()})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checkpoint folders of `inkling2-nano`: config.json, model.safetensors, tokenizer.
+"""Checkpoint folders of `inkling2-nano`: config.json, model.safetensors, tokenizer, report.json.
 
 The model class is the text-only one (`inkling2_text`); tensors have the publisher's names. Matrices
 are bfloat16; what the publisher keeps in float32 (router, residual queries, static convolutions) is
@@ -20,11 +20,13 @@ from inkrt.engines.nano.model import Nano
 from inkrt.engines.nano.parts import NanoConfig
 
 PREFIX = "model.llm."
+REPORT_NAME = "report.json"
 _FLOAT32_ENDS = ("mlp.gate.weight", "mlp.gate.bias", "sconv.weight")
-_TOKENIZER_FILES = (
+_DATA_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "data.json",
 )
 
 
@@ -62,21 +64,31 @@ def published_tensors(model: Nano, dtype: torch.dtype = torch.bfloat16) -> dict[
     return tensors
 
 
-def write_checkpoint(model: Nano, out: Path, tokenizer: Path) -> None:
-    """Write the folder `out`; the tokenizer's files come from the folder `tokenizer`."""
+def write_checkpoint(model: Nano, out: Path, data: Path) -> None:
+    """Write the folder `out`; tokenizer and sources come from the data folder."""
     out.mkdir(parents=True, exist_ok=True)
     save_file(published_tensors(model), out / "model.safetensors", metadata={"format": "pt"})
     write_json(out / "config.json", config_values(model.config))
     generation = {"do_sample": True, "temperature": 1.0, "eos_token_id": model.config.eos_token_id}
     write_json(out / "generation_config.json", generation)
-    for name in _TOKENIZER_FILES:
-        if (tokenizer / name).exists():
-            shutil.copyfile(tokenizer / name, out / name)
+    for name in _DATA_FILES:
+        if (data / name).exists():
+            shutil.copyfile(data / name, out / name)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write `values` as indented JSON."""
     path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def add_report(folder: Path, section: str, values: dict[str, Any]) -> None:
+    """Put what a script measured into report.json of a checkpoint folder, from which `card` reads.
+
+    A section of the same name is replaced.
+    """
+    path = folder / REPORT_NAME
+    report = json.loads(path.read_text()) if path.exists() else {}
+    write_json(path, report | {section: values})
 
 
 def read_config(folder: Path) -> NanoConfig:

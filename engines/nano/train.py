@@ -11,6 +11,7 @@ import argparse
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +47,25 @@ def main() -> None:
         f"{len(packed.tokens)} sequences {filled:.1%} filled, "
         f"packed in {time.perf_counter() - begun:.0f} s",
     )
-    train(model, packed, options)
+    steps = train(model, packed, options)
+    report: dict[str, Any] = {
+        "parameters": count_parameters(model),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "seconds": round(time.perf_counter() - begun),
+        "steps": steps,
+        "batch": options.batch,
+        "length": options.length,
+        "seed": options.seed,
+        "heldout": {},
+    }
     model.eval()
     for kind, held in heldout(options.data, options.length).items():
         loss, count = mean_loss(model, held.to(device), options.batch)
-        say(f"held-out {kind}: loss {loss:.4f}, perplexity {math.exp(loss):.2f}, {count} tokens")
+        perplexity = round(math.exp(loss), 3)
+        say(f"held-out {kind}: loss {loss:.4f}, perplexity {perplexity:.2f}, {count} tokens")
+        report["heldout"][kind] = {"perplexity": perplexity, "tokens": count}
     export.write_checkpoint(model, options.out, options.data)
+    export.add_report(options.out, "training", report)
     say(f"written {options.out}")
 
 
@@ -62,8 +76,8 @@ def heldout(data: Path, length: int) -> dict[str, Packed]:
     return {kind: corpus.pack(documents, length, 0) for kind, documents in kinds.items()}
 
 
-def train(model: Nano, packed: Packed, options: argparse.Namespace) -> None:
-    """Train in place by `options.minutes` or `options.steps`."""
+def train(model: Nano, packed: Packed, options: argparse.Namespace) -> int:
+    """Train in place by `options.minutes` or `options.steps`; gives the number of steps."""
     muon, adam = optimizers(model, options.muon_rate, options.adam_rate)
     schedule = Schedule([muon, adam])
     device = packed.tokens.device
@@ -109,6 +123,7 @@ def train(model: Nano, packed: Packed, options: argparse.Namespace) -> None:
             )
             losses, logged = [], now
     say(f"{step} steps, {step * options.batch * options.length / 1e6:.1f} M tokens")
+    return step
 
 
 def _imbalance(model: Nano) -> list[float]:

@@ -10,6 +10,7 @@ exp(-k/4). Reports acceptance on held-out documents at temperature 1 along their
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,10 +48,23 @@ def main() -> None:
     say(f"{size} parameters, {drafter.config}")
     documents = corpus.read_documents(options.data / "train.npz")
     packed = corpus.pack(documents, options.length, options.seed + 1).to(device)
-    train(target, drafter, packed, options)
-    for kind, held in heldout(options.data, options.length).items():
-        report(target, drafter, held.to(device), kind, options)
+    begun = time.perf_counter()
+    steps = train(target, drafter, packed, options)
+    measured: dict[str, Any] = {
+        "parameters": size,
+        "seconds": round(time.perf_counter() - begun),
+        "steps": steps,
+        "batch": options.batch,
+        "anchors": options.anchors,
+        "length": options.length,
+        "seed": options.seed,
+        "heldout": {
+            kind: report(target, drafter, held.to(device), kind, options)
+            for kind, held in heldout(options.data, options.length).items()
+        },
+    }
     embed_in_checkpoint(options.checkpoint, drafter, options.embed)
+    export.add_report(options.checkpoint, "drafter", measured)
     say(f"head {options.embed} is in {options.checkpoint}")
 
 
@@ -109,8 +123,8 @@ def head_losses(
     return 0.1 * entropy + 0.9 * distance + binary, accept, confidence
 
 
-def train(target: Nano, drafter: Drafter, packed: Packed, options: argparse.Namespace) -> None:
-    """Train in place by `options.minutes` or `options.steps`."""
+def train(target: Nano, drafter: Drafter, packed: Packed, options: argparse.Namespace) -> int:
+    """Train in place by `options.minutes` or `options.steps`; gives the number of steps."""
     device = packed.tokens.device
     named = list(drafter.named_parameters())
     matrices = [p for name, p in named if name.startswith("layers.") and p.ndim == 2]
@@ -163,13 +177,14 @@ def train(target: Nano, drafter: Drafter, packed: Packed, options: argparse.Name
                 f"about accepted: {lengths} ({now - logged:.1f} s)",
             )
             logged = now
+    return step
 
 
 @torch.no_grad()
 def report(
     target: Nano, drafter: Drafter, held: Packed, name: str, options: argparse.Namespace
-) -> dict[str, float]:
-    """Print acceptance by position and calibration; returns acceptance length by head.
+) -> dict[str, dict[str, Any]]:
+    """Print and return acceptance by position and calibration of every head.
 
     Only blocks with all rows inside supervised text count. The chance to accept row k given the
     rows before is 1 - TV of draft and target after the document's own tokens; survival is the
@@ -188,25 +203,27 @@ def report(
             _, accept, confidence = head_losses(target, drafter, data, kind)
             accepts[kind].append(accept[whole])
             confidences[kind].append(confidence[whole])
-    lengths = {}
+    measured: dict[str, dict[str, Any]] = {}
     for kind in drafter.heads:
         accept, logits = torch.cat(accepts[kind]), torch.cat(confidences[kind])
         survival = accept.cumprod(-1)
-        lengths[kind] = (1 + survival.sum(-1)).mean().item()
         binary = functional.binary_cross_entropy_with_logits(logits, accept).item()
-        error = calibration_error(logits.sigmoid().flatten(), accept.flatten())
-        say(
-            f"held-out {name}, head {kind}, {len(accept)} blocks: length {lengths[kind]:.3f}\n"
-            f"  conditional {_row(accept.mean(0))}\n"
-            f"  unconditional {_row(survival.mean(0))}\n"
-            f"  conditional, weighted by survival {_row(_given_survival(accept, survival))}\n"
-            f"  confidence: BCE {binary:.4f}, ECE {error:.4f}",
-        )
-    return lengths
+        measured[kind] = {
+            "blocks": len(accept),
+            "length": round((1 + survival.sum(-1)).mean().item(), 3),
+            "conditional": _rounded(accept.mean(0)),
+            "unconditional": _rounded(survival.mean(0)),
+            "conditional_given_survival": _rounded(_given_survival(accept, survival)),
+            "confidence_bce": round(binary, 4),
+            "confidence_ece": round(calibration_error(logits.sigmoid(), accept), 4),
+        }
+        say(f"held-out {name}, head {kind}: {measured[kind]}")
+    return measured
 
 
 def calibration_error(predicted: Tensor, truth: Tensor) -> float:
     """Expected distance of prediction and truth over bins of the prediction."""
+    predicted, truth = predicted.flatten(), truth.flatten()
     bins = (predicted * NUM_BINS).long().clamp_max(NUM_BINS - 1)
     gaps = torch.zeros(NUM_BINS, device=predicted.device, dtype=predicted.dtype)
     gaps.index_add_(0, bins, predicted - truth)
@@ -218,8 +235,8 @@ def _given_survival(accept: Tensor, survival: Tensor) -> Tensor:
     return (accept * reached).sum(0) / reached.sum(0)
 
 
-def _row(values: Tensor) -> str:
-    return " ".join(f"{value:.3f}" for value in values.tolist())
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]
 
 
 def _options() -> argparse.Namespace:

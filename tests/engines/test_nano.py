@@ -15,6 +15,7 @@ from inkrt.engines.inkling2.config import draft_target, parse_config
 from inkrt.engines.inkling2.weights import weight_sources
 from inkrt.engines.interface import Sharding
 from inkrt.engines.nano import export
+from inkrt.engines.nano.card import render
 from inkrt.engines.nano.corpus import Documents, pack
 from inkrt.engines.nano.drafter import HEADS, Drafter, Head, drafter_config
 from inkrt.engines.nano.drafter_export import (
@@ -23,6 +24,7 @@ from inkrt.engines.nano.drafter_export import (
     choose_head,
     embed_in_checkpoint,
     head_tensors,
+    read_drafter,
 )
 from inkrt.engines.nano.evaluate import solved
 from inkrt.engines.nano.model import Nano
@@ -212,6 +214,64 @@ def test_heads_of_a_checkpoint_can_be_exchanged(
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("embedded", HEADS)
+def test_a_drafter_is_read_back_with_all_heads(
+    model: Nano, drafter: Drafter, embedded: Head, tmp_path: Path
+) -> None:
+    """Whichever head the checkpoint has; so other layouts can be written from it."""
+    export.write_checkpoint(model, tmp_path, tmp_path)
+    embed_in_checkpoint(tmp_path, drafter, embedded)
+    again = read_drafter(tmp_path)
+    assert again.config == drafter.config
+    for kind in HEADS:
+        ours, theirs = head_tensors(again, kind), head_tensors(drafter, kind)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_card_tells_what_was_measured(model: Nano, drafter: Drafter, tmp_path: Path) -> None:
+    """Every script's section of the report; a section measured again replaces the old one."""
+    (tmp_path / "data.json").write_text(
+        json.dumps(
+            {
+                "vocab_size": 90,
+                "train_chat_tokens": 1234567,
+                "sources": [
+                    {
+                        "what": "a book",
+                        "package": "book",
+                        "version": "1",
+                        "licence": "MIT",
+                        "train_tokens": 5678,
+                    }
+                ],
+            }
+        )
+    )
+    folder = tmp_path / "checkpoint"
+    export.write_checkpoint(model, folder, tmp_path)
+    embed_in_checkpoint(folder, drafter, "gated")
+    run = {"seconds": 30, "steps": 500, "batch": 8, "length": 1000, "device": "an H200"}
+    heldout = {"text": {"perplexity": 7.891, "tokens": 4321}}
+    export.add_report(folder, "training", {**run, "parameters": 10_200_000, "heldout": {}})
+    export.add_report(folder, "training", {**run, "parameters": 10_300_000, "heldout": heldout})
+    head = {"length": 3.21, "conditional": [0.75] * 7}
+    sizes = {"parameters": 1_800_000, "anchors": 64}
+    export.add_report(folder, "drafter", {**run, **sizes, "heldout": {"chat": {"rnn": head}}})
+    export.add_report(folder, "tasks", {"passkey at 64": [15, 16]})
+    files = (folder / name for name in ("config.json", "data.json", "report.json"))
+    text = render(*(json.loads(file.read_text()) for file in files))
+    for line in (
+        "| perplexity, text | 7.89 over 4,321 tokens |",
+        "| solved: passkey at 64 | 15 of 16 |",
+        "| chat | rnn | 3.21 | 0.75 | 0.75 | 0.75 | 0.75 | 0.75 | 0.75 | 0.75 |",
+        "| a book | `book` 1 | MIT | 5,678 |",
+    ):
+        assert line in text.splitlines()
+    for words in ("10.3 M", "1.8 M", "4 M tokens", "0.3 M blocks", "1,234,567", "`gated`"):
+        assert words in " ".join(text.split())
+
+
 def test_layouts_name_the_same_taps(model: Nano, drafter: Drafter) -> None:
     """Outputs of layers in two layouts, what enters the next layer in the third."""
     deepspec, _ = as_layout(drafter, "gated", model, "deepspec")
@@ -238,7 +298,7 @@ def test_layouts_are_read_as_the_same_drafter(
     assert config.layers == (DraftLayerConfig(is_causal=False, window=None),) * 2
     assert (config.taps, config.tap_point) == ((5, 11, 12), "layer_output")
     assert (config.softcap_place, config.applies_embed_norm) == ("before_bias", False)
-    assert (config.head, config.markov_rank, config.mask_token_id) == (kind, 32, 90)
+    assert (config.head, config.markov_rank, config.mask_token_id) == (kind, 48, 90)
     assert (config.anchor_first, config.block_size) == (True, 7)
     # Nothing but the way of counting had to be told: the keys say it all.
     assert len(embedded.decisions) == 1
