@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from inkrt.runtime.engine_file import EngineConfig, StepSpec
     from inkrt.runtime.executor.cuda import CudaExecutor
 
+STEP_RUNS = 60
 _Engine = Annotated[
     Path,
     typer.Argument(metavar="ENGINE", help="Engine folder for a GPU, or a model's config.json."),
@@ -36,7 +37,9 @@ def engine(
         typer.Option(help="Context lengths, with commas.  [default: 1024,8192; more with --costs]"),
     ] = None,
     steps: _Steps = "",
-    runs: _Runs = 60,
+    runs: Annotated[
+        int | None, typer.Option(min=1, help="Runs per figure.  [default: 60; 20 with --costs]")
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also price each launch; prices add up to the step.")
     ] = False,
@@ -67,7 +70,7 @@ def engine(
     spec: spec_options.Spec = "auto",
     draft_tokens: spec_options.DraftTokens = None,
     accept: spec_options.Accept = "coupled",
-    width: spec_options.Width = "fixed",
+    width: spec_options.Width = "auto",
     confidence_threshold: spec_options.ConfidenceThreshold = 0.4,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of --acceptance, also draw it, as PNG.")
@@ -82,11 +85,17 @@ def engine(
         raise ConfigError("--costs and --acceptance are two measurements; run one after the other")
     if not acceptance and (prompts is not None or plot is not None):
         raise ConfigError("--prompts and --plot are for --acceptance; add it or leave them out")
-    for path in (as_json, plot):
-        if path is not None:
-            console.require_writable(path)
+    _require_writable(as_json, plot)
     if costs:
-        _costs(folder, None if contexts is None else sorted(set(_numbers(contexts))), runs, as_json)
+        from inkrt.commands import bench_speculation
+
+        wanted_costs = None if contexts is None else sorted(set(_numbers(contexts)))
+        written = bench_speculation.keep_costs(
+            folder, wanted_costs, runs or bench_speculation.COST_RUNS
+        )
+        console.say(f"written: {written}", is_result=False)
+        if as_json is not None:
+            as_json.write_bytes(written.read_bytes())
         return
     if acceptance:
         from inkrt.commands import bench_speculation
@@ -110,6 +119,7 @@ def engine(
             bench_speculation.plot(report, plot)
         return
     wanted = _numbers("1024,8192" if contexts is None else contexts)
+    runs = runs or STEP_RUNS
     if profile_runs is not None and not profile:
         raise ConfigError("--profile-runs is for --profile; add it or leave it out")
     cut_runs = (profile_runs or runs) if profile else 0
@@ -123,16 +133,10 @@ def engine(
         _write(as_json, executor, rows)
 
 
-def _costs(folder: Path, contexts: list[int] | None, runs: int, as_json: Path | None) -> None:
-    """Measure what rounds cost and keep it in the engine folder."""
-    from inkrt.commands import bench_speculation
-    from inkrt.runtime.engine import Engine
-
-    with Engine.open(folder) as opened:
-        table = bench_speculation.measure_costs(opened, contexts, runs)
-    console.say(f"written: {table.write(folder)}", is_result=False)
-    if as_json is not None:
-        as_json.write_bytes(table.encode())
+def _require_writable(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            console.require_writable(path)
 
 
 def _measure(

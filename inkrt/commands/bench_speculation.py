@@ -26,6 +26,7 @@ from inkrt.runtime.spec.stats import SpeculationStats
 
 CONTEXTS = (256, 2048, 16384, 65536, 262144)
 WARM_UP_RUNS = 3
+COST_RUNS = 20
 # Prose, code, tables, arithmetic, repetition: drafts are right to very different degrees.
 PROMPTS = (
     "Why is the sea blue?",
@@ -114,6 +115,12 @@ def measure_costs(engine: Engine, contexts: Sequence[int] | None, runs: int) -> 
         tuple(tuple(verify_s) for _, _, verify_s, _ in rows),
         tuple(s for *_, s in rows if s is not None) if config.draft else None,
     )
+
+
+def keep_costs(folder: Path, contexts: Sequence[int] | None = None, runs: int = COST_RUNS) -> Path:
+    """Measure an engine's costs and write them into its folder; arguments as `measure_costs`."""
+    with Engine.open(folder) as engine:
+        return measure_costs(engine, contexts, runs).write(folder)
 
 
 def device_name(engine: Engine) -> str:

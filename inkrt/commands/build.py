@@ -36,6 +36,13 @@ def build(
             metavar="FOLDER", help="Drafter to build in; default: what CHECKPOINT bundles."
         ),
     ] = None,
+    costs: Annotated[
+        bool,
+        typer.Option(
+            "--costs",
+            help="Then measure here what drafts cost, as ink-bench engine --costs does.",
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Make an engine from a checkpoint.
@@ -62,6 +69,11 @@ def build(
         console.say("\n".join(table))
     else:
         build_engine(checkpoint, out, options, progress, dump_graph, timing_cache, draft_checkpoint)
+        if costs:
+            from inkrt.commands.bench_speculation import keep_costs
+
+            progress("measuring what drafts cost")
+            progress(f"written: {keep_costs(out)}")
 
 
 def make_app() -> typer.Typer:

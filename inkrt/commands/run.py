@@ -107,7 +107,7 @@ def run(
     spec: spec_options.Spec = "auto",
     draft_tokens: spec_options.DraftTokens = None,
     accept: spec_options.Accept = "coupled",
-    width: spec_options.Width = "fixed",
+    width: spec_options.Width = "auto",
     confidence_threshold: spec_options.ConfidenceThreshold = 0.4,
 ) -> None:
     """Generate text with an engine.

@@ -28,7 +28,8 @@ Width = Annotated[
     str,
     typer.Option(
         help="How many drafts to verify: fixed (all), confidence (those that the drafter is sure "
-        "of) or cost (as many as pay, by ink-bench engine --costs)."
+        "of), cost (as many as pay, by ink-bench engine --costs), or auto: cost if that was "
+        "measured, else fixed."
     ),
 ]
 ConfidenceThreshold = Annotated[

@@ -14,7 +14,7 @@ from inkrt.runtime.spec.round import AcceptRule, Speculator
 from inkrt.runtime.spec.width import ConfidenceThreshold, CostAware, FixedWidth, WidthPolicy
 
 Method = Literal["auto", "none", "ngram", "dspark"]
-Width = Literal["fixed", "confidence", "cost"]
+Width = Literal["auto", "fixed", "confidence", "cost"]
 
 WIDEST_STEP = 8  # that ink-build makes
 OPTION = "--max-verify-tokens"
@@ -58,7 +58,8 @@ class SpeculativeConfig:
             the same distribution, more of the drafts are accepted.
         width: how many of the drafts to verify. "fixed": all; "confidence": those before the first
             of which the drafter is less sure than `confidence_threshold`; "cost": as many as are
-            expected to give the most tokens per second, by times measured on this machine.
+            expected to give the most tokens per second, by times measured on this machine; "auto":
+            "cost" if such times are in the engine folder, else "fixed".
         confidence_threshold: 0..1.
 
     Raises:
@@ -68,7 +69,7 @@ class SpeculativeConfig:
     method: Method = "auto"
     num_draft_tokens: int | None = None
     accept: AcceptRule = "coupled"
-    width: Width = "fixed"
+    width: Width = "auto"
     confidence_threshold: float = 0.4
 
     def __post_init__(self) -> None:
@@ -167,6 +168,8 @@ class SpeculativeConfig:
                 )
             return lambda: ConfidenceThreshold(self.confidence_threshold)
         table = CostTable.read(folder, config)
+        if self.width == "auto" and table is None:
+            return FixedWidth
         measure = f"ink-bench engine {folder} --costs"
         if table is None:
             raise RequestError(

@@ -264,7 +264,7 @@ def test_who_drafts_reaches_the_llm_and_stats_say_what_it_did() -> None:
     [
         ("--spec", "eagle", "method is 'eagle', it must be one of auto, none, ngram, dspark"),
         ("--accept", "all", "accept is 'all', it must be one of coupled, probabilistic"),
-        ("--width", "wide", "width is 'wide', it must be one of fixed, confidence, cost"),
+        ("--width", "wide", "width is 'wide', it must be one of auto, fixed, confidence, cost"),
         ("--confidence-threshold", "1.5", "confidence_threshold is 1.5, it must be a number from"),
         ("--draft-tokens", "0", "num_draft_tokens is 0, it must be an integer of at least 1"),
     ],

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from inkrt.commands import bench
+from inkrt.commands import bench, build
 from inkrt.commands.bench_speculation import PROMPTS, figures, plot
+from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.runtime.engine_file import read_config
 from inkrt.runtime.llm import LLM
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.spec.config import SpeculativeConfig
 from inkrt.runtime.spec.costs import CostTable
 from inkrt.runtime.spec.stats import SpeculationStats
+from inkrt.runtime.spec.width import CostAware, FixedWidth
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,21 @@ def test_costs_are_measured_and_used(folder: Path, tmp_path: Path) -> None:
         assert llm.generate([prompt], params)[0].outputs == plain
 
 
+def test_auto_goes_by_costs_where_they_were_measured(tmp_path: Path) -> None:
+    """`ink-build --costs` measures at once; without a table all drafts are read."""
+    write_checkpoint(tmp_path / "checkpoint", model="flint")
+    options = ["--max-seq-len", "64", "--max-verify-tokens", "2", "--prefill-chunk", "16"]
+    built = tmp_path / "built"
+    arguments = [str(tmp_path / "checkpoint"), "-o", str(built), *options, "--costs", "--quiet"]
+    result = CliRunner().invoke(build.make_app(), arguments)
+    assert result.exit_code == 0, result.output
+    for policy in (CostAware, FixedWidth):
+        resolved = SpeculativeConfig("ngram").resolve(built, read_config(built))
+        assert resolved is not None
+        assert isinstance(resolved.make_policy(), policy)
+        (built / "costs.json").unlink(missing_ok=True)
+
+
 def test_contexts_that_do_not_fit(folder: Path) -> None:
     result = invoke(folder, "--costs", "--runs", 2, "--contexts", "4000")
     assert result.exit_code == 1
@@ -69,7 +86,7 @@ def test_acceptance_of_prompts(folder: Path, tmp_path: Path) -> None:
     result = invoke(folder, "--acceptance", "--prompts", prompts, *options, "--json", out)
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
-    assert (report["method"], report["accept"], report["width"]) == ("ngram", "coupled", "fixed")
+    assert (report["method"], report["accept"], report["width"]) == ("ngram", "coupled", "auto")
     assert [row["prompt"] for row in report["prompts"]] == prompts.read_text().split("\n")[0:3:2]
     for name in ("emitted", "rounds", "plain_steps", "drafted", "accepted", "cut"):
         assert sum(row[name] for row in report["prompts"]) == report["all"][name]
