@@ -32,10 +32,10 @@ DISTANCES = (64, 128, 256, 512, 1024, 1900)
 NUM_TASKS = 96  # of each kind; a multiple of the number of distances
 # Samples of chat for training. Passkeys are long, so they are few.
 NUM_CHATS = {
-    "arithmetic": 16000,
+    "arithmetic": 24000,
     "copy": 8000,
     "tool_call": 5000,
-    "reasoning": 10000,
+    "reasoning": 16000,
     "passkey": 2400,
     "many": 2500,
 }

@@ -38,12 +38,12 @@ class DrafterConfig:
     target_layer_ids: tuple[int, ...]
     hidden_size: int = 256
     block_size: int = 7
-    num_hidden_layers: int = 2
+    num_hidden_layers: int = 3
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 64
-    intermediate_size: int = 384
-    markov_rank: int = 48
+    intermediate_size: int = 512
+    markov_rank: int = 64
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_position_embeddings: int = 8192

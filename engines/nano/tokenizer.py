@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from inkrt.engines.nano.chat import CHAT_TEMPLATE
 from inkrt.engines.tiny.tokenizer import EOS_TOKEN, INKLING
 
-NUM_ORDINARY = 6144
+NUM_ORDINARY = 4096
 SPECIAL_TOKENS = INKLING.special_tokens
 VOCAB_SIZE = NUM_ORDINARY + len(SPECIAL_TOKENS)  # tokens with a meaning
 PADDED_VOCAB_SIZE = (VOCAB_SIZE // 64 + 1) * 64  # ids from VOCAB_SIZE on are never text

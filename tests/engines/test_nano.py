@@ -295,10 +295,10 @@ def test_layouts_are_read_as_the_same_drafter(
     shapes = {k: tuple(v.shape) for k, v in export.read_tensors(folder).items()}
     embedded = read_bundled(values, draft_tensors(shapes, "", bundled=True), target, "")
     config = embedded.config
-    assert config.layers == (DraftLayerConfig(is_causal=False, window=None),) * 2
+    assert config.layers == (DraftLayerConfig(is_causal=False, window=None),) * 3
     assert (config.taps, config.tap_point) == ((5, 11, 12), "layer_output")
     assert (config.softcap_place, config.applies_embed_norm) == ("before_bias", False)
-    assert (config.head, config.markov_rank, config.mask_token_id) == (kind, 48, 90)
+    assert (config.head, config.markov_rank, config.mask_token_id) == (kind, 64, 90)
     assert (config.anchor_first, config.block_size) == (True, 7)
     # Nothing but the way of counting had to be told: the keys say it all.
     assert len(embedded.decisions) == 1

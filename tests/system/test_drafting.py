@@ -183,7 +183,7 @@ def engine(make_drafting_engine):
         yield opened
 
 
-def test_context_is_the_same_however_tokens_came(engine):
+def test_context_is_the_same_however_tokens_came(drafter: Drafter, engine):
     """Narrow steps give the same bits at any width and after any rejections, wide ones nearly."""
     length = 133
     wide, narrow, single, verified = (engine.session() for _ in range(4))
@@ -201,7 +201,7 @@ def test_context_is_the_same_however_tokens_came(engine):
         verified.rollback(position + kept)
 
     expected = _context(engine, single)
-    assert len(expected) == 2 * 2
+    assert len(expected) == 2 * drafter.config.num_hidden_layers  # keys and values
     for session in (narrow, verified):
         for name, value in _context(engine, session).items():
             assert torch.equal(value, expected[name]), name
