@@ -3,7 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inkrt.engines.interface import EXACT_PARITY, Definition, Drafting, ParityBound
+from inkrt.engines.interface import (
+    EXACT_PARITY,
+    Definition,
+    Drafting,
+    MtpHeads,
+    ParityBound,
+)
 from inkrt.errors import ConfigError
 
 
@@ -20,6 +26,16 @@ def _flint() -> Definition:
     return Definition(parse_config, Flint, weight_sources, is_ignored, draft_target, parity=parity)
 
 
+def _inkling() -> Definition:
+    from inkrt.engines.inkling.config import draft_target, parse_config
+    from inkrt.engines.inkling.model import Inkling
+    from inkrt.engines.inkling.mtp import ChainStep
+    from inkrt.engines.inkling.weights import is_ignored, is_mtp, mtp_sources, weight_sources
+
+    mtp = MtpHeads(lambda config: config.mtp, is_mtp, mtp_sources, Drafting(Inkling, ChainStep))
+    return Definition(parse_config, Inkling, weight_sources, is_ignored, draft_target, mtp=mtp)
+
+
 def _inkling2() -> Definition:
     from inkrt.engines.inkling2.config import draft_target, parse_config
     from inkrt.engines.inkling2.model import Inkling2, draft_step
@@ -31,6 +47,9 @@ def _inkling2() -> Definition:
 
 _DEFINITIONS: dict[str, Callable[[], Definition]] = {
     "flint": _flint,
+    "inkling_mm_model": _inkling,
+    "inkling_model": _inkling,
+    "inkling_text": _inkling,
     "inkling2": _inkling2,
     "inkling2_text": _inkling2,
 }

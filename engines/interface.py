@@ -11,8 +11,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from inkrt.engines.dspark.config import DSparkConfig
-
 # Positions a session can always go back from the furthest one it has written: the widest verify
 # step (8) and a margin. Rings are at least this much longer than what one step looks back.
 ROLLBACK_TOKENS = 13
@@ -81,7 +79,8 @@ class StepInputs:
     Attributes:
         tokens: int32 [T].
         position: int32 [1], absolute position of row 0.
-        num_tokens: int32 [1], rows that are real; the others write no state.
+        num_tokens: int32 [1], rows that are real; the others write no state. A module may leave it
+            out (None) for its own calls that write none, with all rows real.
         slot: int32 [1], the session's slot.
         rank: int32 [1], which of the ranks this is.
         page_table: int32 [pages_per_session].
@@ -94,7 +93,7 @@ class StepInputs:
 
     tokens: Tensor
     position: Tensor
-    num_tokens: Tensor
+    num_tokens: Tensor | None
     slot: Tensor
     rank: Tensor
     page_table: Tensor
@@ -247,20 +246,61 @@ class DraftTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
-    """How a model family has a drafter in its engines.
+class MtpConfig:
+    """Chained MTP heads: each drafts one token from what the head before it made of the last.
 
     Attributes:
-        build_module: as `Definition.build_module`, and from the drafter, whose context the module's
-            steps write; its parameters and state stand under `drafter.` behind the model's own.
+        is_sliding: of every depth, whether its layer has the model's window.
+        has_chain_norm: whether a norm, one for all depths, follows every layer.
+        hidden_first: whether a depth's input is [hidden; embedding]; else [embedding; hidden].
+    """
+
+    is_sliding: tuple[bool, ...]
+    has_chain_norm: bool
+    hidden_first: bool
+
+    @property
+    def num_depths(self) -> int:
+        """Tokens that they draft at once."""
+        return len(self.is_sliding)
+
+    def first(self, most: int) -> "MtpConfig":
+        """The first depths, `most` at most; they do not depend on those behind them."""
+        return MtpConfig(self.is_sliding[:most], self.has_chain_norm, self.hidden_first)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How a model family has a drafter of one method in its engines.
+
+    Attributes:
+        build_module: as `Definition.build_module`, and from the drafter's settings, whose context
+            the module's steps write; its parameters and state stand under `drafter.` behind the
+            model's own.
         build_draft_step: makes the module of the draft step of one rank from (config, sharding,
             dtype, state options, drafter); parameters and state are some of that module's.
     """
 
-    build_module: Callable[
-        [Any, Sharding, torch.dtype, StateOptions, bool, DSparkConfig], nn.Module
-    ]
-    build_draft_step: Callable[[Any, Sharding, torch.dtype, StateOptions, DSparkConfig], nn.Module]
+    build_module: Callable[[Any, Sharding, torch.dtype, StateOptions, bool, Any], nn.Module]
+    build_draft_step: Callable[[Any, Sharding, torch.dtype, StateOptions, Any], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class MtpHeads:
+    """The chained MTP heads of a model family, which come with its checkpoints.
+
+    Attributes:
+        config: all that a checkpoint has, from the model's configuration; None for none.
+        is_weight: whether a checkpoint tensor is one of theirs.
+        weight_sources: maps every parameter of the first depths (`drafter.*`) to its place in the
+            checkpoint, the same on all ranks, from (config, heads).
+        drafting: how they get into engines.
+    """
+
+    config: Callable[[Any], MtpConfig | None]
+    is_weight: Callable[[str], bool]
+    weight_sources: Callable[[Any, MtpConfig], dict[str, WeightSource]]
+    drafting: Drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +315,8 @@ class Definition:
             from (config, tensor names of the checkpoint, rank, sharding).
         ignored: whether a checkpoint tensor is known and belongs to a part that is not built.
         draft_target: what a drafter of the model has to fit.
-        drafting: None for a family whose engines cannot have a drafter.
+        drafting: of a DSpark drafter; None for a family whose engines cannot have one.
+        mtp: None for a family that has no chained MTP heads.
         parity: agreement with transformers that is expected, by compute dtype.
     """
 
@@ -285,4 +326,5 @@ class Definition:
     ignored: Callable[[str], bool]
     draft_target: Callable[[Any], DraftTarget]
     drafting: Drafting | None = None
+    mtp: MtpHeads | None = None
     parity: Mapping[str, ParityBound] = field(default_factory=lambda: EXACT_PARITY)

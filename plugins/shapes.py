@@ -79,10 +79,11 @@ class Axes:
                 f"expected {' or '.join(_spell_dtype(d) for d in allowed)}",
             )
 
-    def step(self, position: Tensor, num_tokens: Tensor, slot: Tensor) -> None:
-        """Check the step arguments that stateful operators share: int32 [1] each."""
+    def step(self, position: Tensor, num_tokens: Tensor | None, slot: Tensor) -> None:
+        """Check the step arguments that stateful operators share: int32 [1] each, if given."""
         self.fit("position", position, 1, dtype=torch.int32)
-        self.fit("num_tokens", num_tokens, 1, dtype=torch.int32)
+        if num_tokens is not None:
+            self.fit("num_tokens", num_tokens, 1, dtype=torch.int32)
         self.fit("slot", slot, 1, dtype=torch.int32)
 
     def require(self, holds: bool, message: str) -> None:

@@ -98,9 +98,10 @@ def attend_to_session(
     v_cache: Tensor,
     page_table: Tensor | None,
     position: Tensor,
-    num_tokens: Tensor,
+    num_tokens: Tensor | None,
     slot: Tensor,
     window: int,
+    first_key: int = 0,
 ) -> Tensor:
     """Run attention of the valid rows of a step over all keys that they see.
 
@@ -109,7 +110,7 @@ def attend_to_session(
     it must run after, or it overwrites keys still wanted.
 
     Args:
-        attend: called with rows that start at 0 and end at num_tokens at most; for steps of up to
+        attend: called with rows that have a key and end at num_tokens at most; for steps of up to
             MAX_VERIFY_TOKENS rows once per row, with the keys and shapes of a decode step there.
         q: [T, H, d].
         k: [T, KV, d], keys of the step.
@@ -118,15 +119,16 @@ def attend_to_session(
         v_cache: like k_cache.
         page_table: as for `locate`.
         position: int32 [1], of row 0.
-        num_tokens: int32 [1], valid rows.
+        num_tokens: int32 [1], valid rows; None for all.
         slot: int32 [1].
         window: number of keys a row sees, itself included; 0 for all.
+        first_key: position of the first key that there is.
 
     Returns:
-        [T, H, d] in q's dtype; rows from num_tokens on are zero.
+        [T, H, d] in q's dtype; rows from num_tokens on, and those without a key, are zero.
     """
-    first, count = int(position), int(num_tokens)
-    oldest = _oldest_key(first, window)
+    first, count = int(position), len(q) if num_tokens is None else int(num_tokens)
+    oldest = min(_oldest_key(first, window, first_key), first)
     where = locate(k_cache, torch.arange(oldest, first, device=q.device), slot, page_table)
     keys = torch.cat([k_cache[where], k[:count]])
     values = torch.cat([v_cache[where], v[:count]])
@@ -142,12 +144,14 @@ def attend_to_session(
         seen = slice(begin - oldest, end - oldest)
         return attend(rows, keys[seen], values[seen], distance, is_masked)
 
-    if len(q) > MAX_VERIFY_TOKENS:
-        out[:count] = attend_to(slice(0, count), oldest, first + count)
-    else:
+    start = max(first_key - first, 0)
+    if len(q) > MAX_VERIFY_TOKENS and start < count:
+        begin = max(oldest, first_key)
+        out[start:count] = attend_to(slice(start, count), begin, first + count)
+    elif len(q) <= MAX_VERIFY_TOKENS:
         # Each row exactly as a decode step at its position: same keys, same shapes.
-        for i in range(count):
-            begin, end = _oldest_key(first + i, window), first + i + 1
+        for i in range(start, count):
+            begin, end = _oldest_key(first + i, window, first_key), first + i + 1
             out[i : i + 1] = attend_to(slice(i, i + 1), begin, end)
     return out
 
@@ -187,6 +191,6 @@ def fit_attention(
         )
 
 
-def _oldest_key(position: int, window: int) -> int:
+def _oldest_key(position: int, window: int, first_key: int) -> int:
     """Position of the oldest key that a row sees."""
-    return max(position - window + 1, 0) if window else 0
+    return max(position - window + 1, first_key) if window else first_key

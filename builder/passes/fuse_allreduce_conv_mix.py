@@ -45,6 +45,8 @@ def _add_of(conv: Node, tp_size: int) -> Node | None:
     args = arguments(conv)
     if len(args["state"].users) != 1 or len(conv.users) != 1:
         return None
+    if not args.get("is_scaled", True) or args["num_tokens"] is None:
+        return None
     if tp_size > 1 and not (is_call(args["x"], "all_reduce") and len(args["x"].users) == 1):
         return None
     (add,) = conv.users

@@ -78,6 +78,7 @@ def _chains_of(node: Node) -> tuple[_Clip, _ConvNorm, _ConvNorm, _Clip] | None:
         and v.norm["dtype"] == v.node.meta["val"].dtype
         and k.node.target is v.node.target
         and all(chain.conv[name] is attention[name] for chain in (k, v) for name in _STEP)
+        and all(chain.conv.get("is_scaled", True) for chain in (k, v))
     )
     return (q, k, v, rel) if is_fit else None
 

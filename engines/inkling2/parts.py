@@ -14,19 +14,35 @@ def conv_state(channels: int, taps: int, dtype: torch.dtype, state: StateOptions
 
 
 class ShortConv(nn.Module):
-    """Static depthwise causal convolution over the last W inputs, with their ring of state."""
+    """Static depthwise causal convolution over the last W inputs, with their ring of state.
 
-    def __init__(self, channels: int, taps: int, dtype: torch.dtype, state: StateOptions) -> None:
+    Args:
+        channels: of inputs and outputs.
+        taps: W.
+        dtype: of inputs.
+        state: of the engine.
+        is_scaled: whether the sum of convolution and input is divided by sqrt(W + 1).
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        taps: int,
+        dtype: torch.dtype,
+        state: StateOptions,
+        *,
+        is_scaled: bool = True,
+    ) -> None:
         super().__init__()
+        self.is_scaled = is_scaled
         self.weight = parameter(channels, taps, dtype=torch.float32)
         self.state: Tensor
         self.register_buffer("state", conv_state(channels, taps, dtype, state))
 
     def forward(self, u_TC: Tensor, step: StepInputs) -> Tensor:
         """Map inputs [T, channels] to outputs [T, channels]."""
-        y_TC: Tensor = ink.short_conv(
-            u_TC, self.weight, self.state, step.position, step.num_tokens, step.slot
-        )
+        where = (self.state, step.position, step.num_tokens, step.slot)
+        y_TC: Tensor = ink.short_conv(u_TC, self.weight, *where, self.is_scaled)
         return y_TC
 
 

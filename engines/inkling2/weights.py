@@ -1,18 +1,9 @@
-"""Where every parameter of one rank stands in an Inkling-2 checkpoint.
-
-Two spellings are read: the publisher's (`model.llm.*`) and the one that transformers gives the same
-tensors in memory (`model.language_model.*`, or `model.*` for the text-only class). They differ in
-names, in the order of the experts' gate and up rows (interleaved there, stacked here) and in the
-rows of the vocabulary projection (padded there, cropped here).
-"""
-
-from dataclasses import dataclass
+"""Where every parameter of one rank stands in an Inkling-2 checkpoint of either spelling."""
 
 from inkrt.engines.inkling2.config import Inkling2Config
-from inkrt.engines.interface import Part, Sharding, WeightSource
-from inkrt.errors import CheckpointError
+from inkrt.engines.interface import Sharding, WeightSource
+from inkrt.engines.weight_map import RankMap, Spelling, find_spelling
 
-_PUBLISHER_ROOT = "model.llm."
 _VISION_ROOTS = ("model.visual.", "model.vision_tower.")
 
 # Module parameter -> (publisher, transformers), relative to a layer.
@@ -47,57 +38,26 @@ def weight_sources(
     Raises:
         CheckpointError: the names follow neither spelling.
     """
-    if any(name.startswith(_PUBLISHER_ROOT) for name in names):
-        spelling = _Spelling(_PUBLISHER_ROOT, is_publisher=True)
-    elif any(name.startswith("model.language_model.layers.") for name in names):
-        spelling = _Spelling("model.language_model.", is_publisher=False)
-    elif any(name.startswith("model.layers.") for name in names):
-        spelling = _Spelling("model.", is_publisher=False)
-    else:
-        raise CheckpointError(
-            "the checkpoint has no Inkling-2 text model: neither model.llm.* nor "
-            "model.language_model.* nor model.layers.* tensors"
-        )
-    return _Map(config, spelling, rank, sharding).sources()
+    return _Map(config, find_spelling(names, "Inkling-2"), rank, sharding).sources()
 
 
-@dataclass(frozen=True, slots=True)
-class _Spelling:
-    """Names of one of the two spellings."""
+class _Map(RankMap):
+    """Builds the sources of one rank."""
 
-    root: str
-    is_publisher: bool
-
-    def pick(self, publisher: str, transformers: str) -> str:
-        return self.root + (publisher if self.is_publisher else transformers)
-
-    def in_layer(self, layer: int, pair: tuple[str, str]) -> str:
-        return self.pick(*(f"layers.{layer}.{name}" for name in pair))
-
-    @property
-    def lm_head(self) -> str:
-        return f"{self.root}unembed.weight" if self.is_publisher else "lm_head.weight"
+    def __init__(
+        self, config: Inkling2Config, spelling: Spelling, rank: int, sharding: Sharding
+    ) -> None:
+        super().__init__(rank, sharding)
+        self.config = config
+        self.spell = spelling
 
     def query(self, layer: int, kind: str) -> str:
         """Mix queries; the publisher numbers attention queries from the second layer on."""
         if kind == "attn":
-            return self.pick(
+            return self.spell.pick(
                 f"attn_res.attn_queries.{layer - 1}", f"layers.{layer}.attention_input.query"
             )
-        return self.pick(f"attn_res.mlp_queries.{layer}", f"layers.{layer}.mlp_input.query")
-
-
-class _Map:
-    """Builds the sources of one rank."""
-
-    def __init__(
-        self, config: Inkling2Config, spelling: _Spelling, rank: int, sharding: Sharding
-    ) -> None:
-        self.config = config
-        self.spell = spelling
-        self.rank = rank
-        self.tp_size = sharding.tp_size
-        self.is_split_by_expert = sharding.moe_split == "experts"
+        return self.spell.pick(f"attn_res.mlp_queries.{layer}", f"layers.{layer}.mlp_input.query")
 
     def sources(self) -> dict[str, WeightSource]:
         config, spell = self.config, self.spell
@@ -130,8 +90,8 @@ class _Map:
                 spell.in_layer(layer, pair), (hidden,)
             )
         if layer > 0:
-            sources["attn_input.queries"] = self.queries(spell.query(layer, "attn"), num_queries)
-        sources["mlp_input.queries"] = self.queries(spell.query(layer, "mlp"), 1)
+            sources["attn_input.queries"] = self.queries(self.query(layer, "attn"), num_queries)
+        sources["mlp_input.queries"] = self.queries(self.query(layer, "mlp"), 1)
         sources["mlp_input.norms.0"] = self.whole(
             spell.in_layer(layer, ("mlp_norm.weight", "post_attention_layernorm.weight")), (hidden,)
         )
@@ -139,7 +99,8 @@ class _Map:
             ("attn_conv", ("attn_sconv.weight", "post_attention_convolution.conv1d.weight")),
             ("mlp_conv", ("mlp_sconv.weight", "post_mlp_convolution.conv1d.weight")),
         ):
-            sources[f"{ours}.weight"] = self.conv(spell.in_layer(layer, pair), hidden, shards=1)
+            name, taps = spell.in_layer(layer, pair), config.conv_kernel_size
+            sources[f"{ours}.weight"] = self.conv(name, hidden, taps, is_shared=False)
         return sources
 
     def attention(self, layer: int) -> dict[str, WeightSource]:
@@ -169,7 +130,7 @@ class _Map:
                 name = self.spell.in_layer(
                     layer, (f"{publisher}.weight", f"{theirs}.conv1d.weight")
                 )
-                sources[f"{ours}.weight"] = self.conv(name, kv_width, shards=self.tp_size)
+                sources[f"{ours}.weight"] = self.conv(name, kv_width, taps, is_shared=True)
                 continue
             static = self.spell.in_layer(
                 layer, (f"{publisher}.static_w", f"{theirs}.static_weight")
@@ -191,57 +152,21 @@ class _Map:
         bias = spell.in_layer(layer, ("mlp.gate.bias", "mlp.gate.e_score_correction_bias"))
         gate_up = spell.in_layer(layer, ("mlp.experts.w13_weight", "mlp.experts.gate_up_proj"))
         down = spell.in_layer(layer, ("mlp.experts.w2_weight", "mlp.experts.down_proj"))
-        every, own = slice(None), slice(None)
-        first, last = 0, width
-        if self.is_split_by_expert:
-            share = num_experts // self.tp_size
-            own = slice(self.rank * share, (self.rank + 1) * share)
-        else:
-            share = width // self.tp_size
-            first, last = self.rank * share, (self.rank + 1) * share
-        if spell.is_publisher:  # rows g0, u0, g1, u1, ...
-            rows = (slice(2 * first, 2 * last, 2), slice(2 * first + 1, 2 * last, 2))
-        else:
-            rows = (slice(first, last), slice(width + first, width + last))
-        shape = (num_experts, 2 * width, hidden)
         return {
             "mlp.router": self.whole(router, (num_experts, hidden)),
             "mlp.router_bias": self.whole(bias, (num_experts,)),
-            "mlp.gate_up": WeightSource(
-                tuple(Part(gate_up, shape, (own, part, every)) for part in rows), dim=1
+            "mlp.gate_up": self.expert_gate_up(
+                gate_up, (num_experts, 2 * width, hidden), is_interleaved=spell.is_publisher
             ),
-            "mlp.down": self.shard(
-                down, (num_experts, hidden, width), 0 if self.is_split_by_expert else 2
-            ),
+            "mlp.down": self.expert_down(down, (num_experts, hidden, width)),
         }
 
     def unembed(self) -> WeightSource:
-        config = self.config
-        size = config.vocab_size if self.spell.is_publisher else config.unpadded_vocab_size
-        share = -(-config.unpadded_vocab_size // self.tp_size)
-        first = min(self.rank * share, config.unpadded_vocab_size)
-        last = min(first + share, config.unpadded_vocab_size)
-        index = (slice(first, last), slice(None))
-        part = Part(self.spell.lm_head, (size, config.hidden_size), index)
-        return WeightSource((part,), pad=share - (last - first))
-
-    def whole(self, name: str, shape: tuple[int, ...]) -> WeightSource:
-        return WeightSource((Part(name, shape, (slice(None),) * len(shape)),))
+        config, used = self.config, self.config.unpadded_vocab_size
+        stored = config.vocab_size if self.spell.is_publisher else used
+        return self.vocabulary(self.spell.lm_head, stored, used, config.hidden_size)
 
     def queries(self, name: str, count: int) -> WeightSource:
         """A single query is stored as a vector, several as a matrix; ours is always a matrix."""
         hidden = self.config.hidden_size
         return self.whole(name, (hidden,) if count == 1 else (count, hidden))
-
-    def conv(self, name: str, channels: int, *, shards: int) -> WeightSource:
-        """[channels, 1, W] in the checkpoint, [channels, W] here."""
-        share = channels // shards
-        rank = self.rank if shards > 1 else 0
-        index = (slice(rank * share, (rank + 1) * share), slice(None), slice(None))
-        return WeightSource((Part(name, (channels, 1, self.config.conv_kernel_size), index),))
-
-    def shard(self, name: str, shape: tuple[int, ...], dim: int) -> WeightSource:
-        share = shape[dim] // self.tp_size
-        index = [slice(None)] * len(shape)
-        index[dim] = slice(self.rank * share, (self.rank + 1) * share)
-        return WeightSource((Part(name, shape, tuple(index)),))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from inkrt.engines.tiny import drafter as tiny_drafter
-from inkrt.engines.tiny import flint, flint_gguf, inkling2, tokenizer
+from inkrt.engines.tiny import flint, flint_gguf, inkling, inkling2, tokenizer
 from inkrt.engines.tiny.drafter import TinyDrafter
 from inkrt.errors import ConfigError
 
@@ -59,6 +59,9 @@ def flint_model(sizes: flint.Sizes) -> TinyModel:
 MODELS = {
     "inkling2": TinyModel(
         inkling2.config, inkling2.tensors, inkling2.to_transformers, tokenizer.INKLING, None
+    ),
+    "inkling": TinyModel(
+        inkling.config, inkling.tensors, inkling.to_transformers, tokenizer.INKLING, None
     ),
     "flint": flint_model(flint.TINY),
     "flint-wide": flint_model(flint.WIDE),

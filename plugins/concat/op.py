@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inkrt.plugins.caseutil import normal
+from inkrt.plugins.caseutil import integers, normal
 from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
+
+_DTYPES = (*MODEL_DTYPES, torch.int32)
 
 
 def fake(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -26,7 +28,7 @@ def fake(parts: Sequence[Tensor], dim: int) -> Tensor:
     for i, part in enumerate(parts):
         sizes = ["T", "D"]
         sizes[dim] = f"N{i}"
-        axes.fit(f"parts[{i}]", part, *sizes, dtype=MODEL_DTYPES if i == 0 else parts[0].dtype)
+        axes.fit(f"parts[{i}]", part, *sizes, dtype=_DTYPES if i == 0 else parts[0].dtype)
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return parts[0].new_empty(shape)
@@ -45,6 +47,9 @@ def cases() -> list[Case]:
         row = normal(generator, dtype, 1, 9)
         return {"parts": [normal(generator, dtype, 1, 9), row.expand(6, 9)], "dim": 0}
 
+    def tokens(_dtype: torch.dtype, generator: torch.Generator) -> Arguments:
+        return {"parts": [integers(generator, 512, 1, 1) for _ in range(5)], "dim": 0}
+
     exact = {torch.float32: 0.0, torch.bfloat16: 0.0}
     return [
         make("features", 1, (5, 33), (5, 33), (5, 33)),
@@ -52,6 +57,7 @@ def cases() -> list[Case]:
         make("rows", 0, (1, 13), (6, 13)),
         make("one part", 1, (3, 5)),
         Case("anchor and masks", repeated, exact),
+        Case("tokens", tokens, exact),
     ]
 
 
@@ -60,7 +66,7 @@ def concat(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Put tensors behind each other.
 
     Args:
-        parts: float32 or bfloat16, each [T, N_i] (dim 1) or [N_i, D] (dim 0).
+        parts: float32, bfloat16 or int32, each [T, N_i] (dim 1) or [N_i, D] (dim 0).
         dim: 0 or 1.
 
     Returns:

@@ -8,15 +8,12 @@ Row k of g, in float32, with x_0 the anchor, e = markov_w1[x_k], h = hidden[k], 
               z = tanh(o),  s_{k+1} = sigmoid(a) * s_k + (1 - sigmoid(a)) * tanh(c)
     base   = base_logits[k] / logits_divisor        its softcap, if that stands before the bias
     l_k    = base + markov_w2 z                      its softcap, if that stands behind the bias
-    x_{k+1} = a draw from l_k, as `sample` makes it for the token at position + 1 + k
+    x_{k+1} = a draw from l_k, for the token at position + 1 + k
     c_k    = sigmoid(w [h; e] + b), or w h + b if w is that short
 
 z comes from the old state, so s counts from the next row on. Softcaps are cap * tanh(. / cap).
 
-The draw takes the request's own temperature and filters. Its Gumbel noise is either "coupled": that
-which the target's step adds for the token at the same position, so that draft and target agree
-where their distributions do; or independent of it, keyed by purpose DRAFT and the position of the
-anchor, as the ratio test needs it (`runtime/noise.py`).
+The draw, its filters and its noise are those of `draft_sample`.
 
 A trimmed vocabulary has Vd tokens, draft token i being the target's i + d2t[i]. Logits are those of
 the target's tokens, -inf where a token cannot be drafted; drawn tokens, and the rows of markov_w1,
@@ -31,10 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inkrt.plugins.caseutil import int32, normal
-from inkrt.plugins.noise import Purpose, gumbel, token_bits
+from inkrt.plugins.draft_sample.op import draw_draft
 from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.sample.op import fit_sampling, sampling_arguments
-from inkrt.plugins.sampling import filtered_logits
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 HEADS = ("vanilla", "gated", "rnn")
@@ -261,7 +257,7 @@ def draft_head(
         Tokens int32 [g]; logits float32 [g, V], before temperature; confidences float32 [g], or [0]
         without a confidence head.
     """
-    num_rows, first = len(hidden), int(position)
+    num_rows = len(hidden)
     ids = torch.arange(len(markov_w2))
     base = base_logits.float() / logits_divisor
     if softcap_place == "before_bias":
@@ -269,9 +265,7 @@ def draft_head(
     if d2t is not None:
         ids = ids + d2t
         base = base if base_is_drafted else base[:, ids]
-    purpose, anchor_position = (Purpose.SAMPLE, 0) if int(is_coupled) else (Purpose.DRAFT, first)
-    positions = first + 1 + torch.arange(num_rows)
-    is_greedy = float(temperature) == 0
+    sampling = (temperature, top_k, top_p, min_p, seed)
     logits = torch.full((num_rows, vocab_size), -torch.inf)
     tokens = torch.empty(num_rows, dtype=torch.int32)
     confidences = torch.empty(0 if confidence_proj is None else num_rows)
@@ -284,19 +278,10 @@ def draft_head(
         if softcap_place == "after_bias":
             drafted = softcap * torch.tanh(drafted / softcap)
         logits[row, ids] = drafted
-        scores = logits[row]
-        if not is_greedy:
-            bits = token_bits(
-                int(seed), positions[row : row + 1], purpose, vocab_size, anchor_position
-            )
-            scores = gumbel(bits[0]) + filtered_logits(
-                scores.clone(), float(temperature), int(top_k), float(top_p), float(min_p)
-            )
         if confidence_proj is not None:
             read = torch.cat([h, e])[: confidence_proj.shape[1]]
             confidences[row] = F.linear(read, confidence_proj, confidence_bias).sigmoid()
-        # torch promises the first of equal values.
-        previous = int(scores.argmax())
+        previous = draw_draft(logits[row], is_coupled, *sampling, position, row)
         tokens[row] = previous
     return tokens, logits, confidences
 

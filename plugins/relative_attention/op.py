@@ -1,17 +1,19 @@
-"""relative_attention: grouped-query attention with a bias by distance and a sink.
+"""relative_attention: grouped-query attention with a bias by distance, with sinks or without.
 
     s[t,h,u] = q[t,h] . k[u,g(h)] * scale + bias(t,h,t-u)    for 0 <= t-u < window (0: any)
+                                                             and u >= first_key
     bias(t,h,n) = rel[t,h] . bank[:,n] if n < extent, else 0
     out[t,h] = sum_u softmax([s[t,h,:], sinks[t,h]])_u * v[u,g(h)]
 
-The sink takes probability and gives no value. Which keys are read where, and when `kv_write` may
-run: `plugins.state.attend_to_session`.
+The sink takes probability and gives no value. A row that sees no key is zero. Which keys are read
+where, and when `kv_write` may run: `plugins.state.attend_to_session`.
 
 In bfloat16 the product, its scaling, the bias and its addition round to bfloat16 each; softmax is
 float32 and its probabilities round to bfloat16. These are the steps of `[HF eager]` in the model
 facts. A fused kernel keeps scores in float32 and is compared with this within a tolerance.
 Source: Inkling-2 attention, `eager_attention_forward` and `Inkling2RelativePositionBias` of
-transformers; bit-equal to them for a prefill of more than 8 rows.
+transformers; bit-equal to them for a prefill of more than 8 rows. Inkling attention has no sinks,
+and its chained drafters no keys at their first positions.
 """
 
 import torch
@@ -29,22 +31,25 @@ def fake(
     v: Tensor,
     rel: Tensor,
     bank: Tensor,
-    sinks: Tensor,
+    sinks: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor | None,
     position: Tensor,
-    num_tokens: Tensor,
+    num_tokens: Tensor | None,
     slot: Tensor,
     window: int,
     scale: float,
+    first_key: int = 0,
 ) -> Tensor:
     """Shape and dtype of q."""
     axes = Axes("relative_attention")
     axes.fit("q", q, "T", "H", "d", dtype=MODEL_DTYPES)
     axes.fit("rel", rel, "T", "H", "r", dtype=q.dtype)
     axes.fit("bank", bank, "r", "extent", dtype=q.dtype)
-    axes.fit("sinks", sinks, "T", "H", dtype=q.dtype)
+    if sinks is not None:
+        axes.fit("sinks", sinks, "T", "H", dtype=q.dtype)
+    axes.require(first_key >= 0, f"first_key is {first_key}, expected >= 0")
     axes.step(position, num_tokens, slot)
     fit_attention(axes, q, k, v, k_cache, v_cache, page_table, window, scale)
     return q.new_empty(q.shape)
@@ -61,6 +66,8 @@ def _case(
     rows: int = 8,
     max_pages: int | None = None,
     slot: int = 0,
+    has_sinks: bool = True,
+    first_key: int = 0,
 ) -> Case:
     def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         num_heads, num_kv_heads = heads
@@ -72,7 +79,7 @@ def _case(
             "v": normal(generator, dtype, num_rows, num_kv_heads, head_dim),
             "rel": normal(generator, dtype, num_rows, num_heads, rel_dim),
             "bank": normal(generator, dtype, rel_dim, extent),
-            "sinks": normal(generator, dtype, num_rows, num_heads),
+            "sinks": normal(generator, dtype, num_rows, num_heads) if has_sinks else None,
             "k_cache": normal(generator, dtype, entries, rows, num_kv_heads, head_dim),
             "v_cache": normal(generator, dtype, entries, rows, num_kv_heads, head_dim),
             "page_table": (
@@ -81,6 +88,7 @@ def _case(
             **step_arguments(position, num_tokens or num_rows, slot),
             "window": window,
             "scale": head_dim**-0.5,
+            "first_key": first_key,
         }
 
     # Five bfloat16 roundings (see above), three of them on scores that softmax exponentiates.
@@ -102,7 +110,17 @@ def cases() -> list[Case]:
         _case("pages, verify past the extent", 5, 14, window=0, rows=4, max_pages=6),
         _case("pages, padded chunk", 13, 6, num_tokens=9, window=0, rows=4, max_pages=4),
         _case("pages with a window", 4, 9, window=6, rows=4, max_pages=4),
-    ]
+        _case("no sinks", 5, 13, heads=(4, 4), has_sinks=False),
+        _case("no sinks, one key", 1, 0, window=0, rows=4, max_pages=1, has_sinks=False),
+        _case("ring, rows before the first key", 5, 0, has_sinks=False, first_key=3),
+        _case("ring, all rows before it", 2, 1, has_sinks=False, first_key=4),
+        _case("pages, prefill over it", 13, 0, window=0, rows=4, max_pages=4, first_key=5,
+              has_sinks=False),
+        _case("pages, all of a chunk before it", 9, 0, window=0, rows=4, max_pages=4, first_key=9,
+              has_sinks=False),
+        _case("ring, window over it", 5, 6, has_sinks=False, first_key=4),
+        _case("pages, sinks and a first key", 4, 9, window=6, rows=4, max_pages=4, first_key=7),
+    ]  # fmt: skip
 
 
 @operator("relative_attention", fake=fake, cases=cases)
@@ -112,15 +130,16 @@ def relative_attention(
     v: Tensor,
     rel: Tensor,
     bank: Tensor,
-    sinks: Tensor,
+    sinks: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor | None,
     position: Tensor,
-    num_tokens: Tensor,
+    num_tokens: Tensor | None,
     slot: Tensor,
     window: int,
     scale: float,
+    first_key: int = 0,
 ) -> Tensor:
     """Attend from the valid rows of a step to the session's keys up to each row.
 
@@ -130,29 +149,31 @@ def relative_attention(
         v: [T, KV, d].
         rel: [T, H, r], relative states.
         bank: [r, extent], a profile of bias by distance for each relative state.
-        sinks: [T, H], logits.
+        sinks: [T, H], logits; or None for heads without.
         k_cache: [slots, R, KV, d] with R >= window - 1, or [pages, page_tokens, KV, d] with a page
             table. Holds the positions before the step.
         v_cache: like k_cache.
         page_table: int32 [max_pages], or None for rings.
         position: int32 [1], of row 0.
-        num_tokens: int32 [1], valid rows.
+        num_tokens: int32 [1], valid rows; None for all.
         slot: int32 [1]; pages do not use it.
         window: number of keys a row sees, itself included; 0 for all.
         scale: of the scores.
+        first_key: position of the first key that there is.
 
     Returns:
-        [T, H, d] in q's dtype; rows from num_tokens on are zero.
+        [T, H, d] in q's dtype; rows from num_tokens on, and before the first key, are zero.
     """
 
     def attend(
         rows: slice, keys: Tensor, values: Tensor, distance: Tensor, is_masked: Tensor
     ) -> Tensor:
         bias = _bias(rel[rows].clone(), bank, distance)
-        return _attention(q[rows].clone(), keys, values, bias, sinks[rows], is_masked, scale)
+        row_sinks = None if sinks is None else sinks[rows]
+        return _attention(q[rows].clone(), keys, values, bias, row_sinks, is_masked, scale)
 
     return attend_to_session(
-        attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window
+        attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window, first_key
     )
 
 
@@ -170,19 +191,19 @@ def _attention(
     keys: Tensor,
     values: Tensor,
     bias: Tensor,
-    sinks: Tensor,
+    sinks: Tensor | None,
     is_masked: Tensor,
     scale: float,
 ) -> Tensor:
     """Output [n, H, d] of q [n, H, d] over keys and values [S, KV, d].
 
-    The bias is [H, n, S], the sinks [n, H] and the mask bool [n, S].
+    The bias is [H, n, S], the sinks [n, H] or None, and the mask bool [n, S].
     """
     groups = q.shape[1] // keys.shape[1]
     keys = keys.transpose(0, 1).repeat_interleave(groups, dim=0)  # [H, S, d]
     values = values.transpose(0, 1).repeat_interleave(groups, dim=0)
     scores = q.transpose(0, 1) @ keys.transpose(1, 2) * scale
     scores = (scores + bias).masked_fill(is_masked, float("-inf"))
-    logits = torch.cat([scores, sinks.T[..., None]], dim=-1).float()
-    probabilities = torch.softmax(logits, dim=-1)[..., :-1].to(q.dtype)
+    logits = scores if sinks is None else torch.cat([scores, sinks.T[..., None]], dim=-1)
+    probabilities = torch.softmax(logits.float(), dim=-1)[..., : scores.shape[-1]].to(q.dtype)
     return (probabilities @ values).transpose(0, 1)

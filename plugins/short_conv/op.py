@@ -2,16 +2,16 @@
 
     out[t,c] = (sum_j weight[c,j] * x[t-(W-1)+j, c] + x[t,c]) / sqrt(W+1)
 
-Weight index W-1 is the current token. Float32 inside with fused multiply-adds in the order of j,
-one rounding to the dtype of x. Inputs at negative positions are zero. The state ring keeps past
-inputs.
+Without `is_scaled` nothing is divided. Weight index W-1 is the current token. Float32 inside with
+fused multiply-adds in the order of j, one rounding to the dtype of x. Inputs at negative positions
+are zero. The state ring keeps past inputs.
 
 Values are bit-equal to transformers', their layout is not: a prefill there leaves the token the
 fastest dimension, which makes the norm per head of K and V that follows add in another order. So
 those norms differ in their last float32 bit (relative error of the attention 1e-7; in bfloat16 it
 rarely crosses a rounding boundary). One-row steps have no such difference.
-Source: Inkling-2 K and V of sliding layers, attention and MLP outputs; `Inkling2ShortConvolution`
-of transformers.
+Source: Inkling-2 K and V of sliding layers, attention and MLP outputs, `Inkling2ShortConvolution`
+of transformers; all four of Inkling, unscaled, `InklingShortConvolution`.
 """
 
 import math
@@ -26,7 +26,13 @@ from inkrt.plugins.state import with_older_rows, write_step
 
 
 def fake(
-    x: Tensor, weight: Tensor, state: Tensor, position: Tensor, num_tokens: Tensor, slot: Tensor
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    position: Tensor,
+    num_tokens: Tensor | None,
+    slot: Tensor,
+    is_scaled: bool = True,  # noqa: ARG001
 ) -> Tensor:
     """Shape and dtype of x."""
     axes = Axes("short_conv")
@@ -51,6 +57,7 @@ def _case(
     taps: int = 4,
     ring: int = 5,
     slot: int = 0,
+    is_scaled: bool = True,
 ) -> Case:
     def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         return {
@@ -58,6 +65,7 @@ def _case(
             "weight": normal(generator, torch.float32, channels, taps),
             "state": normal(generator, dtype, 3, ring, channels),
             **step_arguments(position, num_tokens or num_rows, slot),
+            "is_scaled": is_scaled,
         }
 
     return Case(name, arguments)
@@ -73,12 +81,20 @@ def cases() -> list[Case]:
         _case("prefill wider than the ring", 11, 0, channels=33),
         _case("padded chunk", 13, 6, num_tokens=9, ring=16, slot=1),
         _case("two taps, smallest ring", 3, 3, taps=2, ring=1),
+        _case("unscaled", 5, 8, slot=2, is_scaled=False),
+        _case("unscaled padded chunk", 13, 6, num_tokens=9, ring=16, is_scaled=False),
     ]
 
 
 @operator("short_conv", fake=fake, cases=cases, mutates=("state",))
 def short_conv(
-    x: Tensor, weight: Tensor, state: Tensor, position: Tensor, num_tokens: Tensor, slot: Tensor
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    position: Tensor,
+    num_tokens: Tensor | None,
+    slot: Tensor,
+    is_scaled: bool = True,
 ) -> Tensor:
     """Convolve the rows of a step and remember its last inputs.
 
@@ -87,8 +103,10 @@ def short_conv(
         weight: float32 [C, W].
         state: [slots, R, C], dtype of x, R >= W-1; a ring of inputs by position. Written.
         position: int32 [1], of row 0.
-        num_tokens: int32 [1], valid rows; the others are computed but not remembered.
+        num_tokens: int32 [1], valid rows; the others are computed but not remembered. None for a
+            step that remembers nothing.
         slot: int32 [1].
+        is_scaled: whether the sum is divided by sqrt(W+1).
 
     Returns:
         [T, C] in x's dtype.
@@ -100,6 +118,9 @@ def short_conv(
     mixed = (weights[:, 0] * inputs[:num_rows]).float()
     for tap in range(1, taps):
         mixed = (mixed.double() + weights[:, tap] * inputs[tap : tap + num_rows]).float()
-    out = (mixed + x.float()) / math.sqrt(taps + 1)
-    write_step(state, x, position, num_tokens, slot)
+    out = mixed + x.float()
+    if is_scaled:
+        out = out / math.sqrt(taps + 1)
+    if num_tokens is not None:
+        write_step(state, x, position, num_tokens, slot)
     return out.to(x.dtype)

@@ -91,7 +91,13 @@ def _input_at(p: int, state: Tensor, slot: int, x: Tensor, position: int) -> Ten
 
 
 def short_conv(
-    x: Tensor, weight: Tensor, state: Tensor, position: Tensor, num_tokens: Tensor, slot: Tensor
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    position: Tensor,
+    num_tokens: Tensor,
+    slot: Tensor,
+    is_scaled: bool = True,
 ) -> Result:
     first, count, entry = position.item(), num_tokens.item(), slot.item()
     taps = weight.shape[1]
@@ -101,7 +107,8 @@ def short_conv(
         for lag in range(taps):
             past = _input_at(first + i - lag, state, entry, x, first)
             out[i] += weight[:, taps - 1 - lag] * past
-        out[i] /= math.sqrt(taps + 1)
+        if is_scaled:
+            out[i] /= math.sqrt(taps + 1)
     return (out,), {"state": _with_step_rows(state, entry, x, first, count)}
 
 
@@ -157,7 +164,7 @@ def relative_attention(
     v: Tensor,
     rel: Tensor,
     bank: Tensor,
-    sinks: Tensor,
+    sinks: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor | None,
@@ -166,15 +173,18 @@ def relative_attention(
     slot: Tensor,
     window: int,
     scale: float,
+    first_key: int = 0,
 ) -> Result:
     first, num_heads = position.item(), q.shape[1]
     group = num_heads // k.shape[1]
     out = torch.zeros_like(q)
     for i in range(num_tokens.item()):
         here = first + i
-        seen = [p for p in range(here + 1) if window == 0 or here - p < window]
-        for h in range(num_heads):
-            scores, values = [sinks[i, h].item()], [torch.zeros_like(v[0, 0])]
+        seen = [p for p in range(first_key, here + 1) if window == 0 or here - p < window]
+        for h in range(num_heads if seen else 0):
+            scores, values = [], []
+            if sinks is not None:
+                scores, values = [sinks[i, h].item()], [torch.zeros_like(v[0, 0])]
             for p in seen:
                 if p >= first:
                     key, value = k[p - first, h // group], v[p - first, h // group]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from oracles import Oracle, Result
-from oracles_fused import gumbel_row, keep_set
+from oracles_fused import chosen, gumbel_row, keep_set
 from torch import Tensor
 
 
@@ -119,6 +119,75 @@ def draft_head(
     return outputs, {}
 
 
+def scale(x: Tensor, factor: Tensor | None, divisor: float) -> Result:
+    return (x / divisor if factor is None else x / divisor * factor.item(),), {}
+
+
+def sink_router(
+    x: Tensor, weight: Tensor, bias: Tensor, global_scale: Tensor, top_k: int, scale: float
+) -> Result:
+    num_experts, num_shared = len(bias), len(weight) - len(bias)
+    weights = torch.zeros(len(x), top_k + num_shared, dtype=torch.float64)
+    ids = []
+    for t in range(len(x)):
+        logits = weight.numpy() @ x[t].numpy()
+        ids.append(chosen(_sigmoid(logits[:num_experts]) + bias.numpy(), top_k))
+        # log(sigmoid(l)) = -log(1 + exp(-l)), and a share is their softmax.
+        logs = -np.logaddexp(0.0, -np.concatenate([logits[ids[t]], logits[num_experts:]]))
+        shares = np.exp(logs - logs.max())
+        weights[t] = torch.from_numpy(shares / shares.sum()) * scale * global_scale.item()
+    shared_ids = torch.arange(num_shared).expand(len(x), -1)
+    return (weights[:, :top_k], torch.tensor(ids), weights[:, top_k:], shared_ids), {}
+
+
+def chain_input(
+    hidden: Tensor,
+    embedded: Tensor,
+    state: Tensor,
+    position: Tensor,
+    num_tokens: Tensor,
+    slot: Tensor,
+    first_row: int,
+    hidden_first: bool,
+) -> Result:
+    first, entry = int(position), int(slot)
+    out = torch.zeros(len(embedded), 2 * embedded.shape[1], dtype=torch.float64)
+    for t in range(len(embedded)):
+        if first + t < first_row:
+            continue
+        before = torch.zeros_like(embedded[0])
+        if t > 0:
+            before = hidden[t - 1]
+        elif first > 0:
+            before = state[entry, (first - 1) % state.shape[1]]
+        pair = (before, embedded[t]) if hidden_first else (embedded[t], before)
+        out[t] = torch.cat(pair)
+    after = state.clone()
+    for t in range(int(num_tokens)):
+        after[entry, (first + t) % state.shape[1]] = hidden[t]
+    return (out,), {"state": after}
+
+
+def draft_sample(
+    logits: Tensor,
+    is_coupled: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    place: int,
+) -> Result:
+    row, anchor, t = logits[0].numpy(), int(position), float(temperature)
+    if t == 0:
+        return (torch.tensor([int(np.argmax(row))]),), {}
+    purpose, key = (0, 0) if int(is_coupled) else (1, anchor)
+    ids = keep_set(row, t, int(top_k), float(top_p), float(min_p))
+    noise = gumbel_row(int(seed), anchor + 1 + place, len(row), purpose, key)
+    return (torch.tensor([int(ids[np.argmax(row[ids] / t + noise[ids])])]),), {}
+
+
 def _sigmoid(x: np.ndarray | float) -> np.ndarray | float:
     return 1 / (1 + np.exp(-x))
 
@@ -127,4 +196,8 @@ ORACLES_DRAFT: dict[str, Oracle] = {
     "concat": concat,
     "draft_attention": draft_attention,
     "draft_head": draft_head,
+    "draft_sample": draft_sample,
+    "chain_input": chain_input,
+    "scale": scale,
+    "sink_router": sink_router,
 }

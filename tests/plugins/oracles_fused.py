@@ -15,21 +15,24 @@ from torch import Tensor
 
 def router(x: Tensor, weight: Tensor, bias: Tensor, top_k: int, scale: float) -> Result:
     scores = 1 / (1 + np.exp(-(x.numpy() @ weight.numpy().T)))
-    biased = scores + bias.numpy()
-    ids = np.empty((len(x), top_k), dtype=np.int64)
-    for t, row in enumerate(biased):
-        # A stable sort takes the lowest ids of equal scores.
-        wanted = np.argsort(-row, kind="stable")[:top_k]
-        # The order of the chosen is torch's own; only where it is ambiguous does `wanted` decide.
-        order = torch.topk(torch.from_numpy(row), top_k, sorted=False).indices.tolist()
-        border = row[wanted[-1]]
-        spare = iter(sorted(e for e in wanted if row[e] == border))
-        is_tied = np.count_nonzero(row == border) > np.count_nonzero(row[wanted] == border)
-        ids[t] = [next(spare) if is_tied and row[e] == border else e for e in order]
-        assert set(ids[t]) == set(wanted)
+    ids = np.array([chosen(row, top_k) for row in scores + bias.numpy()])
     weights = np.take_along_axis(scores, ids, axis=1)
     weights = weights / weights.sum(axis=1, keepdims=True) * scale
     return (torch.from_numpy(weights), torch.from_numpy(ids)), {}
+
+
+def chosen(row: np.ndarray, top_k: int) -> list[int]:
+    """Ids of the largest scores; of those that tie for the last places the lowest."""
+    # A stable sort takes the lowest ids of equal scores.
+    wanted = np.argsort(-row, kind="stable")[:top_k]
+    # The order of the chosen is torch's own; only where it is ambiguous does `wanted` decide.
+    order = torch.topk(torch.from_numpy(row), top_k, sorted=False).indices.tolist()
+    border = row[wanted[-1]]
+    spare = iter(sorted(e for e in wanted if row[e] == border))
+    is_tied = np.count_nonzero(row == border) > np.count_nonzero(row[wanted] == border)
+    ids = [next(spare) if is_tied and row[e] == border else e for e in order]
+    assert set(ids) == set(wanted)
+    return ids
 
 
 def experts(

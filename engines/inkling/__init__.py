@@ -1,0 +1,1 @@
+"""Inkling: configuration, per-rank text model, chained MTP heads and weight map."""

@@ -1,0 +1,274 @@
+"""A tiny Inkling: its configuration and its tensors under the publisher's names.
+
+As with the tiny Inkling-2, sizes are small and awkward: heads of full and sliding layers differ in
+number and size, both windows are shorter than a test's prompt, and the log scaling starts inside
+it. Two layers are dense. Heads, widths and experts divide by 1 and 2 ranks. There are three MTP
+heads, the second with full attention.
+
+Weights keep every part audible: the router's bias changes which experts win, and shared experts
+take a good part of the weight.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inkrt.engines.tiny import tokenizer
+from inkrt.engines.tiny.random_tensor import RandomTensor, draw
+
+HIDDEN = 60
+NUM_LAYERS = 7
+FULL_LAYERS = (2, 5)
+NUM_DENSE = 2
+HEADS = {"full": (6, 2, 10), "sliding": (12, 4, 8)}  # query heads, key/value heads, their size
+WINDOW = 22
+REL_DIM = 4
+REL_EXTENT = 37
+CONV_TAPS = 4
+NUM_EXPERTS = 12
+NUM_SHARED = 2
+EXPERT_WIDTH = 20
+DENSE_WIDTH = 44
+PADDED_VOCAB = 512
+MUP = 3.0
+NUM_MTP = 3
+SLIDING_MTP = (0, 2)
+
+MEL_BINS, MEL_VOCAB = 6, 5
+# Of the vision tower with patches of 2 x 2 x 2 and one channel; the last projects to the text.
+VISION_SHAPES = ((1, 1), (64, 4), (HIDDEN, 128))
+
+_LLM = "model.llm."
+_MTP = "model.mtp."
+
+# Publisher's name to module name of transformers, applied in this order to the whole name.
+_RENAMES = (
+    (r"^model\.llm\.unembed\.", "lm_head."),
+    (r"^model\.llm\.", "model.language_model."),
+    (r"\.embed\.weight$", ".embed_tokens.weight"),
+    (r"\.embed_norm\.", ".embed_tokens.embed_norm."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.mlp_norm\.", ".post_attention_layernorm."),
+    (r"_sconv\.", "_sconv.conv1d."),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.w([qkvro])_[duv]+\.", r".\1_proj."),
+    (r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"\.experts\.w13_weight$", ".experts.gate_up_proj"),
+    (r"\.experts\.w2_weight$", ".experts.down_proj"),
+    (r"\.shared_w2_weight$", ".down_proj"),
+    (r"\.w2_md\.", ".down_proj."),
+    (r"^model\.audio\.encoder\.", "model.audio_tower.embed_audio_tokens.embed_audio_tokens."),
+    (r"^model\.audio\.final_norm\.", "model.audio_tower.norm."),
+    (r"^model\.visual\.layers\.linear_(\d)", r"model.vision_tower.encoder_layers.\1.projection"),
+    (r"^model\.visual\.layers\.norm_(\d)", r"model.vision_tower.encoder_layers.\1.layer_norm"),
+    (r"^model\.visual\.", "model.vision_tower."),
+)
+
+
+def config(dtype: str) -> dict[str, Any]:
+    """The content of `config.json`, in the publisher's spelling.
+
+    Args:
+        dtype: main dtype, "bfloat16" or "float32".
+    """
+    ids = tokenizer.special_ids()
+    heads, kv_heads, size = HEADS["full"]
+    swa_heads, swa_kv_heads, swa_size = HEADS["sliding"]
+    return {
+        "architectures": ["InklingForConditionalGeneration"],
+        "model_type": "inkling_mm_model",
+        "dtype": dtype,
+        "image_token_id": ids[tokenizer.IMAGE_TOKEN],
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "inkling_text",
+            "dtype": dtype,
+            "vocab_size": PADDED_VOCAB,
+            "unpadded_vocab_size": tokenizer.VOCAB_SIZE,
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": NUM_LAYERS,
+            "local_layer_ids": [i for i in range(NUM_LAYERS) if i not in FULL_LAYERS],
+            "dense_mlp_idx": NUM_DENSE,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": size,
+            "swa_num_attention_heads": swa_heads,
+            "swa_num_key_value_heads": swa_kv_heads,
+            "swa_head_dim": swa_size,
+            "sliding_window_size": WINDOW,
+            "d_rel": REL_DIM,
+            "rel_extent": REL_EXTENT,
+            "log_scaling_n_floor": 50,
+            "log_scaling_alpha": 0.1,
+            "sconv_kernel_size": CONV_TAPS,
+            "dense_intermediate_size": DENSE_WIDTH,
+            "intermediate_size": EXPERT_WIDTH,
+            "n_routed_experts": NUM_EXPERTS,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": NUM_SHARED,
+            "shared_expert_sink": True,
+            "use_gate_bias": True,
+            "use_global_scale": True,
+            "norm_after_topk": True,
+            "use_embed_norm": True,
+            "use_sconv": True,
+            "gate_activation": "sigmoid",
+            "route_scale": 2.0,
+            "logits_mup_width_multiplier": MUP,
+            "final_logit_softcapping": None,
+            "q_bias": False,
+            "o_bias": False,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "model_max_length": 4096,
+            "bos_token_id": None,
+            "eos_token_id": ids[tokenizer.EOS_TOKEN],
+            "pad_token_id": None,
+            "tie_word_embeddings": False,
+        },
+        "audio_config": {
+            "model_type": "inkling_audio",
+            "n_mel_bins": MEL_BINS,
+            "mel_vocab_size": MEL_VOCAB,
+            "text_hidden_size": HIDDEN,
+        },
+        "vision_config": {
+            "model_type": "inkling_vision",
+            "patch_size": 2,
+            "temporal_patch_size": 2,
+            "num_channels": 1,
+            "num_hidden_layers": len(VISION_SHAPES),
+            "text_hidden_size": HIDDEN,
+        },
+        "mtp_config": {
+            "num_nextn_predict_layers": NUM_MTP,
+            "chain_hidden_post_norm": False,
+            "local_layer_ids": list(SLIDING_MTP),
+        },
+    }
+
+
+def tensors(seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint by its publisher's name, layer by layer.
+
+    Args:
+        seed: other seeds give other weights.
+        dtype: of the tensors that the publisher does not keep in float32.
+    """
+    for spec in specs():
+        yield spec.name, draw(spec, seed, dtype)
+
+
+def specs() -> Iterator[RandomTensor]:
+    """What these tensors are like."""
+    yield RandomTensor(_LLM + "embed.weight", (PADDED_VOCAB, HIDDEN), 1.0)
+    yield _norm(_LLM + "embed_norm", HIDDEN)
+    for layer in range(NUM_LAYERS):
+        prefix = f"{_LLM}layers.{layer}."
+        yield from _block(prefix, "full" if layer in FULL_LAYERS else "sliding")
+        yield from _dense(prefix) if layer < NUM_DENSE else _experts(prefix)
+    yield _norm(_LLM + "norm", HIDDEN)
+    # Padding rows are not zero: whoever forgets to drop them samples them.
+    yield RandomTensor(_LLM + "unembed.weight", (PADDED_VOCAB, HIDDEN), 3.0 * MUP * HIDDEN**-0.5)
+    yield from _towers()
+    yield from mtp_specs()
+
+
+def mtp_specs() -> Iterator[RandomTensor]:
+    """What the tensors of the MTP heads are like."""
+    for depth in range(NUM_MTP):
+        prefix = f"{_MTP}layers.{depth}."
+        yield _norm(prefix + "hidden_norm", HIDDEN)
+        yield _norm(prefix + "embed_norm", HIDDEN)
+        yield _linear(prefix + "input_proj.weight", HIDDEN, 2 * HIDDEN)
+        block = prefix + "transformer_block."
+        yield from _block(block, "sliding" if depth in SLIDING_MTP else "full")
+        yield from _dense(block)
+
+
+def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names and values in `InklingForConditionalGeneration.state_dict()`.
+
+    They are the same numbers, but gate and up rows stand one after the other or apart instead of
+    interleaved. The model has no MTP heads there.
+    """
+    renamed: dict[str, Tensor] = {}
+    for full_name, value in published.items():
+        if full_name.startswith(_MTP):
+            continue
+        name = full_name
+        for pattern, replacement in _RENAMES:
+            name = re.sub(pattern, replacement, name)
+        if full_name.endswith("experts.w13_weight"):
+            found = {name: torch.cat([value[:, 0::2], value[:, 1::2]], dim=1)}
+        elif match := re.fullmatch(r"(.*\.)(w13_dn|shared_w13_weight)(\.weight)?", name):
+            root, end = match[1], match[3] or ""
+            halves = (("gate", value[..., 0::2, :]), ("up", value[..., 1::2, :]))
+            found = {f"{root}{which}_proj{end}": half.contiguous() for which, half in halves}
+        else:
+            found = {name: value}
+        assert not renamed.keys() & found.keys(), f"two tensors are named {name}"
+        renamed |= found
+    return renamed
+
+
+def _norm(prefix: str, size: int) -> RandomTensor:
+    return RandomTensor(prefix + ".weight", (size,), 0.2, mean=1.0)
+
+
+def _linear(name: str, rows: int, columns: int, gain: float = 1.0) -> RandomTensor:
+    """A matrix that maps unit-variance columns to rows of standard deviation `gain`."""
+    return RandomTensor(name, (rows, columns), gain * columns**-0.5)
+
+
+def _block(prefix: str, kind: str) -> Iterator[RandomTensor]:
+    """All of a layer but its MLP."""
+    num_heads, num_kv_heads, size = HEADS[kind]
+    q_width, kv_width = num_heads * size, num_kv_heads * size
+    yield _norm(prefix + "attn_norm", HIDDEN)
+    attn = prefix + "attn."
+    yield _linear(attn + "wq_du.weight", q_width, HIDDEN)
+    yield _linear(attn + "wk_dv.weight", kv_width, HIDDEN)
+    yield _linear(attn + "wv_dv.weight", kv_width, HIDDEN)
+    yield _linear(attn + "wr_du.weight", num_heads * REL_DIM, HIDDEN, 0.5)
+    yield _linear(attn + "wo_ud.weight", HIDDEN, q_width)
+    # Scores are divided by the size of a head, so norms that are large make them tell.
+    yield RandomTensor(attn + "q_norm.weight", (size,), 0.3, mean=2.0)
+    yield RandomTensor(attn + "k_norm.weight", (size,), 0.3, mean=2.0)
+    extent = REL_EXTENT if kind == "full" else WINDOW
+    yield RandomTensor(attn + "rel_logits_proj.proj", (REL_DIM, extent), 1.2)
+    for name in ("k_sconv", "v_sconv"):
+        yield RandomTensor(f"{attn}{name}.weight", (kv_width, 1, CONV_TAPS), 0.3)
+    yield RandomTensor(prefix + "attn_sconv.weight", (HIDDEN, 1, CONV_TAPS), 0.3)
+    yield _norm(prefix + "mlp_norm", HIDDEN)
+    yield RandomTensor(prefix + "mlp_sconv.weight", (HIDDEN, 1, CONV_TAPS), 0.3)
+
+
+def _dense(prefix: str) -> Iterator[RandomTensor]:
+    yield _linear(prefix + "mlp.w13_dn.weight", 2 * DENSE_WIDTH, HIDDEN)
+    yield _linear(prefix + "mlp.w2_md.weight", HIDDEN, DENSE_WIDTH)
+    yield RandomTensor(prefix + "mlp.global_scale", (1,), 0.2, mean=1.0)
+
+
+def _experts(prefix: str) -> Iterator[RandomTensor]:
+    mlp = prefix + "mlp."
+    yield _linear(mlp + "gate.weight", NUM_EXPERTS + NUM_SHARED, HIDDEN, 1.5)
+    yield RandomTensor(mlp + "gate.bias", (NUM_EXPERTS,), 0.25, float32=True)
+    yield RandomTensor(mlp + "gate.global_scale", (1,), 0.2, mean=1.0, float32=True)
+    for name, count in (("experts.", NUM_EXPERTS), ("shared_experts.shared_", NUM_SHARED)):
+        w13, w2 = (count, 2 * EXPERT_WIDTH, HIDDEN), (count, HIDDEN, EXPERT_WIDTH)
+        yield RandomTensor(f"{mlp}{name}w13_weight", w13, HIDDEN**-0.5)
+        yield RandomTensor(f"{mlp}{name}w2_weight", w2, EXPERT_WIDTH**-0.5)
+
+
+def _towers() -> Iterator[RandomTensor]:
+    yield RandomTensor("model.audio.encoder.weight", (MEL_BINS * MEL_VOCAB, HIDDEN), 1.0)
+    yield _norm("model.audio.final_norm", HIDDEN)
+    for place, (rows, columns) in enumerate(VISION_SHAPES):
+        yield _linear(f"model.visual.layers.linear_{place}.weight", rows, columns)
+        if place + 1 < len(VISION_SHAPES):
+            yield _norm(f"model.visual.layers.norm_{place}", rows)
+    yield _norm("model.visual.final_norm", HIDDEN)
