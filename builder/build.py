@@ -19,7 +19,7 @@ import inkrt
 from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint, read_json
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.drafter import (
-    FoundDrafter,
+    AnyDrafter,
     choose_drafter,
     require_buildable,
     unpacked_tensors,
@@ -92,7 +92,7 @@ class Prepared:
     state: StateLayout
     memory: MemoryTable
     code: EngineCode
-    drafter: FoundDrafter | None = None
+    drafter: AnyDrafter | None = None
 
     @property
     def weight_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Finding the drafter that an engine is built with: bundled with the target, or in its own folder.
 
-What a drafter's settings and tensors mean is the business of `engines/dspark`; this module opens
-the files, compares tables with the target's and makes one checkpoint of two.
+What a DSpark drafter's settings and tensors mean is the business of `engines/dspark`; this module
+opens the files, compares tables with the target's and makes one checkpoint of two. The other kind,
+MTP heads, is found by `builder/mtp.py`.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inkrt.builder.checkpoint import Checkpoint, CheckpointSource
+from inkrt.builder.mtp import FoundMtp, choose_mtp
 from inkrt.builder.options import BuildOptions
 from inkrt.engines.dspark.config import DSparkConfig
 from inkrt.engines.dspark.flavours import BUNDLED_KEYS, Layout
@@ -40,7 +42,14 @@ from inkrt.engines.dspark.weights import (
     unused_tensors,
     weight_sources,
 )
-from inkrt.engines.interface import Definition, ModelConfig, Part, Sharding, WeightSource
+from inkrt.engines.interface import (
+    Definition,
+    Drafting,
+    ModelConfig,
+    Part,
+    Sharding,
+    WeightSource,
+)
 from inkrt.errors import CheckpointError, ConfigError
 from inkrt.runtime.engine_file import DraftSpec
 
@@ -50,7 +59,7 @@ DRAFT_ROOT = "draft checkpoint: "
 
 @dataclass(frozen=True, slots=True)
 class FoundDrafter:
-    """A drafter, ready to be traced and packed.
+    """A DSpark drafter, ready to be traced and packed.
 
     Attributes:
         method: kind of drafter.
@@ -91,6 +100,14 @@ class FoundDrafter:
             f"{config.block_size} drafts, head {config.head} of rank {config.markov_rank}, "
             f"taps {taps}"
         )
+
+    def drafting(self, definition: Definition) -> Drafting:
+        """How it gets into engines; `require_buildable` has seen that it can."""
+        assert definition.drafting is not None
+        return definition.drafting
+
+
+AnyDrafter = FoundDrafter | FoundMtp
 
 
 class WithDrafter:
@@ -156,7 +173,7 @@ def choose_drafter(
     options: BuildOptions,
     folder: Path | None,
     progress: Callable[[str], None],
-) -> FoundDrafter | None:
+) -> AnyDrafter | None:
     """The drafter that a build is asked for; tells what it is and what was decided about it.
 
     Args:
@@ -176,19 +193,17 @@ def choose_drafter(
                 f"draft checkpoint {folder} is not used with --spec none; leave out one of them"
             )
         return None
-    has_weights = options.weights == "real"
-    try:
-        found = find_drafter(target, definition, model, folder, has_weights=has_weights)
-    except (ConfigError, CheckpointError) as error:
-        if folder is not None:
-            raise
-        raise type(error)(f"{error}; to build without the drafter: --spec none") from None
+    found: AnyDrafter | None = None
+    if options.spec != "mtp":
+        found = _choose_dspark(target, definition, model, options, folder)
+    elif folder is not None:
+        raise ConfigError(
+            f"MTP heads come with the model's own checkpoint, not from {folder}; leave out "
+            f"--draft-checkpoint or --spec mtp"
+        )
     if found is None:
-        if options.spec == "dspark":
-            raise ConfigError(
-                f"checkpoint {target.folder} bundles no drafter ({', '.join(BUNDLED_KEYS)} are "
-                f"absent from its config.json); name one with --draft-checkpoint"
-            )
+        found = choose_mtp(target, definition, model, options, progress)
+    if found is None:
         return None
     progress(found.summary())
     for decision in found.decisions:
@@ -196,7 +211,30 @@ def choose_drafter(
     return found
 
 
-def require_buildable(drafter: FoundDrafter, definition: Definition, target: str) -> None:
+def _choose_dspark(
+    target: CheckpointSource,
+    definition: Definition,
+    model: ModelConfig,
+    options: BuildOptions,
+    folder: Path | None,
+) -> FoundDrafter | None:
+    """See `choose_drafter`; None if nothing is asked for and nothing is there."""
+    has_weights = options.weights == "real"
+    try:
+        found = find_drafter(target, definition, model, folder, has_weights=has_weights)
+    except (ConfigError, CheckpointError) as error:
+        if folder is not None:
+            raise
+        raise type(error)(f"{error}; to build without the drafter: --spec none") from None
+    if found is None and options.spec == "dspark":
+        raise ConfigError(
+            f"checkpoint {target.folder} bundles no drafter ({', '.join(BUNDLED_KEYS)} are "
+            f"absent from its config.json); name one with --draft-checkpoint"
+        )
+    return found
+
+
+def require_buildable(drafter: AnyDrafter, definition: Definition, target: str) -> None:
     """Check that an engine can have the drafter.
 
     Raises:
@@ -207,7 +245,7 @@ def require_buildable(drafter: FoundDrafter, definition: Definition, target: str
             f"the drafter ({drafter.method}) cannot be built for target {target} by this version, "
             f"only for cpu; leave it out with --spec none"
         )
-    if definition.drafting is None:
+    if drafter.method == "dspark" and definition.drafting is None:
         raise ConfigError(
             f"a drafter ({drafter.method}) cannot be built into engines of this model by this "
             f"version; leave it out with --spec none"
@@ -287,7 +325,7 @@ def find_drafter(
     )
 
 
-def unpacked_tensors(target: CheckpointSource, drafter: FoundDrafter | None) -> frozenset[str]:
+def unpacked_tensors(target: CheckpointSource, drafter: AnyDrafter | None) -> frozenset[str]:
     """Tensors that are a drafter's and are left out on purpose, of a target and of a drafter.
 
     Args:

@@ -32,7 +32,7 @@ class BuildOptions:
             can read all of them after a step; otherwise they share memory by lifetime. Rings are as
             on a GPU, so that plans of all targets have the same launches.
         spec: the drafter that is built in: "auto" is the one that the checkpoint bundles, if any;
-            "dspark" asks for one, "none" leaves it out.
+            "dspark" and "mtp" ask for one of that kind, "none" leaves it out.
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
     """
 
@@ -63,7 +63,7 @@ class BuildOptions:
     keep_intermediates: bool = field(
         default=False, metadata={"help": "own memory for every intermediate, for parity reports"}
     )
-    spec: Literal["auto", "none", "dspark"] = field(
+    spec: Literal["auto", "none", "dspark", "mtp"] = field(
         default="auto", metadata={"help": "drafter to build in; auto: the checkpoint's, if any"}
     )
     weights: Literal["real", "dummy"] = field(
@@ -96,7 +96,7 @@ class BuildOptions:
             )
         for name, allowed in (
             ("dtype", ("auto", "bfloat16", "float32")),
-            ("spec", ("auto", "none", "dspark")),
+            ("spec", ("auto", "none", "dspark", "mtp")),
             ("weights", ("real", "dummy")),
             ("moe_split", ("experts", "width")),
         ):

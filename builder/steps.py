@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from inkrt.builder.drafter import FoundDrafter
+from inkrt.builder.drafter import AnyDrafter
 from inkrt.builder.options import BuildOptions
 from inkrt.engines.interface import Definition, ModelConfig, Sharding, StateOptions
 from inkrt.runtime.engine_file import StepSpec
@@ -31,11 +31,11 @@ def step_modules(
     options: BuildOptions,
     dtype: torch.dtype,
     state: StateOptions,
-    drafter: FoundDrafter | None,
+    drafter: AnyDrafter | None,
 ) -> Iterator[tuple[StepSpec, nn.Module]]:
     """Every step and the module to trace for it: those of the model, then that of the drafter."""
     base = (model, Sharding(options.tp_size, options.moe_split), dtype, state)
-    drafting = definition.drafting
+    drafting = drafter.drafting(definition) if drafter else None
     for step in engine_steps(options):
         last_row_only = step.num_rows < step.num_tokens
         if drafting and drafter:

@@ -87,13 +87,13 @@ class DraftSpec(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         method: kind of drafter.
         block_size: tokens it drafts at once.
-        head: kind of its sequential head.
+        head: kind of its sequential head; None for MTP heads, which have none.
         has_confidence: whether it says how likely each draft is to be accepted.
     """
 
-    method: Literal["dspark"]
+    method: Literal["dspark", "mtp"]
     block_size: int
-    head: Literal["vanilla", "gated", "rnn"]
+    head: Literal["vanilla", "gated", "rnn"] | None
     has_confidence: bool
 
     @property

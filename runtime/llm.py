@@ -67,7 +67,7 @@ class LLM:
     Attributes:
         engine: the open engine; its sessions must not run beside this object's calls.
         default_params: used where a call gives none.
-        method: who proposes tokens: "none", "ngram" or "dspark".
+        method: who proposes tokens: "none", "ngram", "dspark" or "mtp".
         speculation: what speculation has done in all requests that have ended.
 
     Raises:
@@ -90,7 +90,7 @@ class LLM:
         try:
             self._drafting = chosen.resolve(self.engine.folder, self.engine.config)
             self.method: Method = "none" if self._drafting is None else self._drafting.method
-            if self.method == "dspark":
+            if self.method not in ("none", "ngram"):
                 check_drafter(self.engine)
         except BaseException:
             self.engine.close()

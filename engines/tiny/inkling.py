@@ -236,8 +236,8 @@ def _block(prefix: str, kind: str) -> Iterator[RandomTensor]:
     yield _linear(attn + "wr_du.weight", num_heads * REL_DIM, HIDDEN, 0.5)
     yield _linear(attn + "wo_ud.weight", HIDDEN, q_width)
     # Scores are divided by the size of a head, so norms that are large make them tell.
-    yield RandomTensor(attn + "q_norm.weight", (size,), 0.3, mean=2.0)
-    yield RandomTensor(attn + "k_norm.weight", (size,), 0.3, mean=2.0)
+    yield RandomTensor(attn + "q_norm.weight", (size,), 0.2, mean=1.4)
+    yield RandomTensor(attn + "k_norm.weight", (size,), 0.2, mean=1.4)
     extent = REL_EXTENT if kind == "full" else WINDOW
     yield RandomTensor(attn + "rel_logits_proj.proj", (REL_DIM, extent), 1.2)
     for name in ("k_sconv", "v_sconv"):
@@ -260,8 +260,8 @@ def _experts(prefix: str) -> Iterator[RandomTensor]:
     yield RandomTensor(mlp + "gate.global_scale", (1,), 0.2, mean=1.0, float32=True)
     for name, count in (("experts.", NUM_EXPERTS), ("shared_experts.shared_", NUM_SHARED)):
         w13, w2 = (count, 2 * EXPERT_WIDTH, HIDDEN), (count, HIDDEN, EXPERT_WIDTH)
-        yield RandomTensor(f"{mlp}{name}w13_weight", w13, HIDDEN**-0.5)
-        yield RandomTensor(f"{mlp}{name}w2_weight", w2, EXPERT_WIDTH**-0.5)
+        yield RandomTensor(f"{mlp}{name}w13_weight", w13, 0.5 * HIDDEN**-0.5)
+        yield RandomTensor(f"{mlp}{name}w2_weight", w2, 0.5 * EXPERT_WIDTH**-0.5)
 
 
 def _towers() -> Iterator[RandomTensor]:

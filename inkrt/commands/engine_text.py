@@ -167,7 +167,8 @@ def difference(
 
 def _drafter(draft: DraftSpec) -> str:
     confidences = "with confidences" if draft.has_confidence else "without confidences"
-    return f"{draft.method}, {_count(draft.block_size, 'draft')}, {draft.head} head, {confidences}"
+    head = f" {draft.head} head," if draft.head else ""
+    return f"{draft.method}, {_count(draft.block_size, 'draft')},{head} {confidences}"
 
 
 def _steps(plans: Mapping[str, Plan]) -> list[str]:

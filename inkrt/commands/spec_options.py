@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 Spec = Annotated[
     str,
     typer.Option(
-        help="Who drafts tokens: dspark (the engine's own drafter), ngram (what followed before), "
-        "none, or auto: the engine's own if it has one."
+        help="Who drafts tokens: dspark or mtp (the engine's own drafter), ngram (what followed "
+        "before), none, or auto: the engine's own if it has one."
     ),
 ]
 DraftTokens = Annotated[

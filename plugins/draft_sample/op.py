@@ -56,7 +56,13 @@ def _case(name: str, *, is_coupled: bool = False, place: int = 0, **sampling: An
 
 def cases() -> list[Case]:
     """Greedy, both noises at several places, all filters."""
-    filters = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "seed": 2**63 - 1}
+    filters: dict[str, Any] = {
+        "temperature": 1.3,
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "seed": 2**63 - 1,
+    }
     return [
         _case("greedy", temperature=0.0, place=2),
         _case("own noise", temperature=2.0, seed=3, place=6),

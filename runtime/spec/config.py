@@ -13,7 +13,7 @@ from inkrt.runtime.spec.drafter import Drafter, EngineDrafter, NgramDrafter
 from inkrt.runtime.spec.round import AcceptRule, Speculator
 from inkrt.runtime.spec.width import ConfidenceThreshold, CostAware, FixedWidth, WidthPolicy
 
-Method = Literal["auto", "none", "ngram", "dspark"]
+Method = Literal["auto", "none", "ngram", "dspark", "mtp"]
 Width = Literal["auto", "fixed", "confidence", "cost"]
 
 WIDEST_STEP = 8  # that ink-build makes
@@ -32,7 +32,7 @@ class Speculation:
         make_policy: a choice of widths for one session.
     """
 
-    method: Literal["ngram", "dspark"]
+    method: Literal["ngram", "dspark", "mtp"]
     num_draft_tokens: int
     accept: AcceptRule
     make_drafter: Callable[[], Drafter]
@@ -50,8 +50,9 @@ class SpeculativeConfig:
     """Who proposes tokens, how many, and what becomes of them.
 
     Attributes:
-        method: "ngram": what followed the same words earlier in the conversation; "dspark": the
-            drafter that was built into the engine; "auto": that one if there is one, else "none".
+        method: "ngram": what followed the same words earlier in the conversation; "dspark" or
+            "mtp": the drafter of that kind that was built into the engine; "auto": that one if
+            there is one, else "none".
         num_draft_tokens: most tokens to propose at once; None takes as many as the drafter gives
             and the widest verify step of the engine reads.
         accept: "coupled": the same tokens as without speculation; "probabilistic": other tokens of
@@ -114,17 +115,13 @@ class SpeculativeConfig:
         """
         method = self.method
         if method == "auto":
-            method = "none" if config.draft is None else "dspark"
+            method = "none" if config.draft is None else config.draft.method
         if method == "none":
             return None
-        if method == "dspark" and config.draft is None:
-            raise RequestError(
-                "this engine has no drafter of its own; draft with ngram, or rebuild it from a "
-                f"checkpoint with one: {config.rebuild_command}",
-                param="method",
-            )
+        if method != "ngram":
+            _require_drafter(method, config)
         most = self._most(method, config)
-        make_drafter = EngineDrafter if method == "dspark" else NgramDrafter
+        make_drafter = NgramDrafter if method == "ngram" else EngineDrafter
         make_policy = self._policy(folder, config, method, most)
         return Speculation(method, most, self.accept, make_drafter, make_policy)
 
@@ -132,7 +129,7 @@ class SpeculativeConfig:
         """Most drafts of a round."""
         widest = max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)
         wanted = self.num_draft_tokens or max(widest - 1, 1)
-        if method == "dspark":
+        if method != "ngram":
             assert config.draft is not None
             block = config.draft.block_size
             if self.num_draft_tokens is None:
@@ -177,7 +174,7 @@ class SpeculativeConfig:
                 f"measure them with: {measure}",
                 param="width",
             )
-        with_draft_step = method == "dspark"
+        with_draft_step = method != "ngram"
         if len(table.verify_s[0]) <= most or (with_draft_step and table.draft_s is None):
             raise EngineMismatchError(
                 f"the times of {folder} lack steps that this engine has; measure again with: "
@@ -185,4 +182,20 @@ class SpeculativeConfig:
             )
         return lambda: CostAware(
             lambda context: table.round_costs(context, most, with_draft_step=with_draft_step)
+        )
+
+
+def _require_drafter(method: Method, config: EngineConfig) -> None:
+    """Raise RequestError unless the engine has a drafter of that kind."""
+    if config.draft is None:
+        raise RequestError(
+            "this engine has no drafter of its own; draft with ngram, or rebuild it from a "
+            f"checkpoint with one: {config.rebuild_command}",
+            param="method",
+        )
+    if config.draft.method != method:
+        raise RequestError(
+            f"the drafter of this engine is {config.draft.method}, not {method}; choose method "
+            f"{config.draft.method} or auto",
+            param="method",
         )

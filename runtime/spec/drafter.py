@@ -113,7 +113,7 @@ class NgramDrafter:
 
 
 class EngineDrafter:
-    """Proposes what the engine's draft step gives: a DSpark block."""
+    """Proposes what the engine's draft step gives: a DSpark block, or a draft of every MTP head."""
 
     def draft(
         self,
