@@ -36,6 +36,8 @@ PADDED_VOCAB = 512
 MUP = 3.0
 NUM_MTP = 3
 SLIDING_MTP = (0, 2)
+HAS_CHAIN_NORM = False
+HIDDEN_FIRST = True
 
 MEL_BINS, MEL_VOCAB = 6, 5
 # Of the vision tower with patches of 2 x 2 x 2 and one channel; the last projects to the text.
@@ -124,6 +126,7 @@ def config(dtype: str) -> dict[str, Any]:
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
             "model_max_length": 4096,
+            "mtp_hidden_states_first": HIDDEN_FIRST,
             "bos_token_id": None,
             "eos_token_id": ids[tokenizer.EOS_TOKEN],
             "pad_token_id": None,
@@ -145,7 +148,7 @@ def config(dtype: str) -> dict[str, Any]:
         },
         "mtp_config": {
             "num_nextn_predict_layers": NUM_MTP,
-            "chain_hidden_post_norm": False,
+            "chain_hidden_post_norm": HAS_CHAIN_NORM,
             "local_layer_ids": list(SLIDING_MTP),
         },
     }
@@ -187,6 +190,8 @@ def mtp_specs() -> Iterator[RandomTensor]:
         block = prefix + "transformer_block."
         yield from _block(block, "sliding" if depth in SLIDING_MTP else "full")
         yield from _dense(block)
+    if HAS_CHAIN_NORM:
+        yield _norm(_MTP + "chain_norm", HIDDEN)
 
 
 def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ PROMPT_LENGTH = 21
 States = list[dict[str, torch.Tensor]]
 
 
-@pytest.fixture(scope="module", params=["inkling2", "flint", "with drafter"])
+@pytest.fixture(scope="module", params=["inkling2", "flint", "with drafter", "mtp"])
 def engine(
     request: pytest.FixtureRequest,
     make_engine: Any,
@@ -39,8 +39,9 @@ def engine(
     elif request.param == "with drafter":
         folder = make_speculating_engine("gated")
     else:
-        base = tmp_path_factory.mktemp("flint")
-        write_checkpoint(base / "checkpoint", seed=2, dtype="float32", model="flint")
+        model = "inkling" if request.param == "mtp" else "flint"
+        base = tmp_path_factory.mktemp(model)
+        write_checkpoint(base / "checkpoint", seed=2, dtype="float32", model=model)
         folder = base / "engine"
         build_engine(base / "checkpoint", folder, BuildOptions(max_seq_len=250, max_batch_size=3))
     with Engine.open(folder) as opened:
