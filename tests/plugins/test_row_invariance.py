@@ -93,6 +93,25 @@ def _kv_write(rows, dtype, g):
     }
 
 
+def _unscaled_short_conv(rows, dtype, g):
+    return _short_conv(rows, dtype, g) | {"is_scaled": False}
+
+
+def _scale(rows, dtype, g):
+    return {"x": normal(g, dtype, rows, 57), "factor": normal(g, dtype, 1), "divisor": 3.0}
+
+
+def _chain_input(rows, dtype, g):
+    return {
+        "hidden": normal(g, dtype, rows, 57),
+        "embedded": normal(g, dtype, rows, 57),
+        "state": normal(g, dtype, 2, 16, 57),
+        **step_arguments(2, rows, slot=1),
+        "first_row": 4,
+        "hidden_first": True,
+    }
+
+
 # Operator, maker of a step's arguments, names of those that have a row per token.
 STEPS: dict[str, tuple[str, Maker, tuple[str, ...]]] = {
     "embedding": ("embedding", _embedding, ("tokens",)),
@@ -108,6 +127,9 @@ STEPS: dict[str, tuple[str, Maker, tuple[str, ...]]] = {
     "short_conv": ("short_conv", _short_conv, ("x",)),
     "dynamic_short_conv": ("dynamic_short_conv", _dynamic_short_conv, ("x", "dynamic_weight")),
     "kv_write": ("kv_write", _kv_write, ("k", "v")),
+    "short_conv, unscaled": ("short_conv", _unscaled_short_conv, ("x",)),
+    "scale": ("scale", _scale, ("x",)),
+    "chain_input": ("chain_input", _chain_input, ("hidden", "embedded")),
 }
 
 
@@ -143,7 +165,7 @@ def test_step_equals_single_rows(name: str, width: int, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=("float32", "bfloat16"))
-@pytest.mark.parametrize("name", ["short_conv", "dynamic_short_conv", "kv_write"])
+@pytest.mark.parametrize("name", ["short_conv", "dynamic_short_conv", "kv_write", "chain_input"])
 def test_padding_changes_nothing(name: str, dtype: torch.dtype):
     op_name, make, row_names = STEPS[name]
     plugin = plugins()[op_name]
@@ -207,6 +229,39 @@ def test_attention_equals_decode(position: int, window: int, width: int, dtype: 
     assert torch.equal(after_write, torch.cat(rows))
     assert torch.equal(arguments["k_cache"], alone["k_cache"])
     assert torch.equal(arguments["v_cache"], alone["v_cache"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=("float32", "bfloat16"))
+@pytest.mark.parametrize(("window", "width"), [(6, 8), (6, 3), (0, 8)])
+def test_attention_behind_a_first_key_is_that_of_a_shorter_session(
+    window: int, width: int, dtype: torch.dtype
+):
+    """Keys before the first are out of sight, whatever they hold; rows before it are zero."""
+    attention = plugins()["relative_attention"]
+    g = torch.Generator().manual_seed(width)
+    arguments = _attention(width, dtype, g, 0, window, page_tokens=5) | {"sinks": None}
+    late = attention.op(**arguments, first_key=2)
+    assert torch.count_nonzero(late[:2]) == 0
+    early = arguments | {name: arguments[name][2:].clone() for name in ("q", "k", "v", "rel")}
+    early["num_tokens"] = int32(width - 2)
+    assert torch.equal(late[2:], attention.op(**early))
+    # A step that writes nothing has all of its rows.
+    assert torch.equal(late, attention.op(**arguments | {"num_tokens": None}, first_key=2))
+
+
+@pytest.mark.parametrize("name", ["short_conv", "chain_input"])
+def test_a_step_without_a_count_writes_nothing(name: str):
+    op_name, make, _ = STEPS[name]
+    plugin = plugins()[op_name]
+    arguments = make(5, torch.float32, torch.Generator().manual_seed(5))
+    state = arguments["state"].clone()
+    out = plugin.op(**arguments | {"num_tokens": None})
+    assert torch.equal(arguments["state"], state)
+    assert torch.equal(out, plugin.op(**arguments))
+    assert not torch.equal(arguments["state"], state)
+    if name == "chain_input":  # the last hidden row is not read
+        short = arguments | {"state": state, "num_tokens": None}
+        assert torch.equal(out, plugin.op(**short | {"hidden": arguments["hidden"][:4].clone()}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=("float32", "bfloat16"))
