@@ -17,13 +17,13 @@ from torch import nn
 
 import inkrt
 from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint, read_json
-from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
-from inkrt.builder.drafter import (
+from inkrt.builder.choose_drafter import (
     AnyDrafter,
     choose_drafter,
     require_buildable,
     unpacked_tensors,
 )
+from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower

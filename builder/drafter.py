@@ -1,13 +1,11 @@
-"""Finding the drafter that an engine is built with: bundled with the target, or in its own folder.
+"""Finding the DSpark drafter that an engine is built with: bundled with the target, or in a folder.
 
-What a DSpark drafter's settings and tensors mean is the business of `engines/dspark`; this module
-opens the files, compares tables with the target's and makes one checkpoint of two. The other kind,
-MTP heads, is found by `builder/mtp.py`.
+What a drafter's settings and tensors mean is the business of `engines/dspark`; this module opens
+the files, compares tables with the target's and makes one checkpoint of two.
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +15,6 @@ import torch
 from torch import Tensor
 
 from inkrt.builder.checkpoint import Checkpoint, CheckpointSource
-from inkrt.builder.mtp import FoundMtp, choose_mtp
-from inkrt.builder.options import BuildOptions
 from inkrt.engines.dspark.config import DSparkConfig
 from inkrt.engines.dspark.flavours import BUNDLED_KEYS, Layout
 from inkrt.engines.dspark.layouts import (
@@ -107,9 +103,6 @@ class FoundDrafter:
         return definition.drafting
 
 
-AnyDrafter = FoundDrafter | FoundMtp
-
-
 class WithDrafter:
     """A target's checkpoint and a drafter's as one; see `CheckpointSource`.
 
@@ -164,92 +157,6 @@ class WithDrafter:
         if name.startswith(DRAFT_ROOT):
             return self._drafter, name.removeprefix(DRAFT_ROOT)
         return self._target, name
-
-
-def choose_drafter(
-    target: CheckpointSource,
-    definition: Definition,
-    model: ModelConfig,
-    options: BuildOptions,
-    folder: Path | None,
-    progress: Callable[[str], None],
-) -> AnyDrafter | None:
-    """The drafter that a build is asked for; tells what it is and what was decided about it.
-
-    Args:
-        target: the model's checkpoint.
-        definition: of the model.
-        model: its configuration.
-        options: of the build; see `BuildOptions.spec`.
-        folder: of the drafter; None for one that the target may bundle.
-        progress: called with a line each.
-
-    Raises:
-        InkError: see `find_drafter`, or the drafter that is asked for is not there.
-    """
-    if options.spec == "none":
-        if folder is not None:
-            raise ConfigError(
-                f"draft checkpoint {folder} is not used with --spec none; leave out one of them"
-            )
-        return None
-    found: AnyDrafter | None = None
-    if options.spec != "mtp":
-        found = _choose_dspark(target, definition, model, options, folder)
-    elif folder is not None:
-        raise ConfigError(
-            f"MTP heads come with the model's own checkpoint, not from {folder}; leave out "
-            f"--draft-checkpoint or --spec mtp"
-        )
-    if found is None:
-        found = choose_mtp(target, definition, model, options, progress)
-    if found is None:
-        return None
-    progress(found.summary())
-    for decision in found.decisions:
-        progress(f"drafter: {decision}")
-    return found
-
-
-def _choose_dspark(
-    target: CheckpointSource,
-    definition: Definition,
-    model: ModelConfig,
-    options: BuildOptions,
-    folder: Path | None,
-) -> FoundDrafter | None:
-    """See `choose_drafter`; None if nothing is asked for and nothing is there."""
-    has_weights = options.weights == "real"
-    try:
-        found = find_drafter(target, definition, model, folder, has_weights=has_weights)
-    except (ConfigError, CheckpointError) as error:
-        if folder is not None:
-            raise
-        raise type(error)(f"{error}; to build without the drafter: --spec none") from None
-    if found is None and options.spec == "dspark":
-        raise ConfigError(
-            f"checkpoint {target.folder} bundles no drafter ({', '.join(BUNDLED_KEYS)} are "
-            f"absent from its config.json); name one with --draft-checkpoint"
-        )
-    return found
-
-
-def require_buildable(drafter: AnyDrafter, definition: Definition, target: str) -> None:
-    """Check that an engine can have the drafter.
-
-    Raises:
-        ConfigError: its target or the model family cannot.
-    """
-    if target != "cpu":
-        raise ConfigError(
-            f"the drafter ({drafter.method}) cannot be built for target {target} by this version, "
-            f"only for cpu; leave it out with --spec none"
-        )
-    if drafter.method == "dspark" and definition.drafting is None:
-        raise ConfigError(
-            f"a drafter ({drafter.method}) cannot be built into engines of this model by this "
-            f"version; leave it out with --spec none"
-        )
 
 
 def find_drafter(
@@ -323,20 +230,6 @@ def find_drafter(
         reader,
         frozenset(every - used),
     )
-
-
-def unpacked_tensors(target: CheckpointSource, drafter: AnyDrafter | None) -> frozenset[str]:
-    """Tensors that are a drafter's and are left out on purpose, of a target and of a drafter.
-
-    Args:
-        target: the model's checkpoint, which may bundle a drafter that is not built in.
-        drafter: what is built in.
-    """
-    left_out = drafter.left_out if drafter else frozenset()
-    is_built = drafter is not None and not drafter.has_folder
-    if is_built or not bundles_drafter(target.config):
-        return left_out
-    return left_out | {name for name in target.names if is_bundled(name)}
 
 
 def _open(folder: Path) -> Checkpoint:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from inkrt.builder.drafter import AnyDrafter
+from inkrt.builder.choose_drafter import AnyDrafter
 from inkrt.builder.options import BuildOptions
 from inkrt.engines.interface import Definition, ModelConfig, Sharding, StateOptions
 from inkrt.runtime.engine_file import StepSpec

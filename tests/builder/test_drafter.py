@@ -12,7 +12,8 @@ from torch import Tensor
 
 from inkrt.builder.build import prepare
 from inkrt.builder.checkpoint import Checkpoint, open_checkpoint
-from inkrt.builder.drafter import DRAFT_ROOT, FoundDrafter, choose_drafter, find_drafter
+from inkrt.builder.choose_drafter import choose_drafter
+from inkrt.builder.drafter import DRAFT_ROOT, FoundDrafter, find_drafter
 from inkrt.builder.pack import PackedTensor, read_weight
 from inkrt.engines.catalog import find_definition
 from inkrt.engines.tiny.checkpoint import write_checkpoint

@@ -62,7 +62,7 @@ def test_options_that_do_not_fit_the_model(
             "prefill chunk must be above 8 (narrower steps are verify steps), got 8",
         ),
         ({"dtype": "fp8"}, "dtype must be one of auto, bfloat16, float32, got 'fp8'"),
-        ({"spec": "eagle"}, "spec must be one of auto, none, dspark, got 'eagle'"),
+        ({"spec": "eagle"}, "spec must be one of auto, none, dspark, mtp, got 'eagle'"),
         ({"weights": "none"}, "weights must be one of real, dummy, got 'none'"),
         ({"moe_split": "x"}, "moe_split must be one of experts, width, got 'x'"),
     ],

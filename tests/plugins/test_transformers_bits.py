@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.inkling import modeling_inkling as inkling
 from transformers.models.inkling2 import modeling_inkling2 as hf
 from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
 
@@ -129,6 +130,19 @@ def test_short_conv(channels, length, dtype, generator):
     weight = module.conv1d.weight[:, 0]
     step = step_arguments(0, length)
     out = short_conv(x, weight, _ring(dtype, channels), **step)
+    assert torch.equal(out, module(x[None])[0])
+
+
+@PER_DTYPE
+@PER_LENGTH
+@pytest.mark.parametrize("channels", [HIDDEN, 1031])
+def test_unscaled_short_conv(channels, length, dtype, generator):
+    module = inkling.InklingShortConvolution(channels, TAPS, layer_idx=0, conv_idx=2)
+    module = _filled(module, dtype, generator)
+    x = normal(generator, dtype, length, channels)
+    step = step_arguments(0, length)
+    weight = module.conv1d.weight[:, 0]
+    out = short_conv(x, weight, _ring(dtype, channels), **step, is_scaled=False)
     assert torch.equal(out, module(x[None])[0])
 
 

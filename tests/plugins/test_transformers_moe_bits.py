@@ -1,4 +1,4 @@
-"""Router, experts and softcap have the bits of the reference model's own modules."""
+"""Routers, experts and softcap have the bits of the reference models' own modules."""
 
 import pytest
 import torch
@@ -7,9 +7,12 @@ from torch import Tensor, nn
 from inkrt.plugins.experts.op import experts
 from inkrt.plugins.moe.op import moe
 from inkrt.plugins.router.op import router
+from inkrt.plugins.sink_router.op import sink_router
 from inkrt.plugins.softcap.op import softcap
 
 pytest.importorskip("transformers", minversion="5.24")
+from transformers.models.inkling.configuration_inkling import InklingTextConfig
+from transformers.models.inkling.modeling_inkling import InklingTopkRouter
 from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
 from transformers.models.inkling2.modeling_inkling2 import (
     Inkling2Experts,
@@ -74,6 +77,28 @@ def test_router(size: tuple[int, int, int, int], num_tokens: int, dtype: torch.d
     )
     assert torch.equal(ids.long(), expected_ids)
     assert torch.equal(weights, expected_weights)
+
+
+@dtypes
+@widths
+@sizes
+def test_sink_router(size: tuple[int, int, int, int], num_tokens: int, dtype: torch.dtype):
+    width, _, num_experts, top_k = size
+    config = InklingTextConfig(
+        hidden_size=width, n_routed_experts=num_experts, num_experts_per_tok=top_k
+    )
+    module = _fill(InklingTopkRouter(config), torch.float32, width**-0.5)
+    bias = torch.randn(num_experts, generator=torch.Generator().manual_seed(6)) * 0.1
+    module.e_score_correction_bias.copy_(bias)
+    x = _input(num_tokens, width, dtype)
+    _, expected, expected_ids, expected_shared = module(x)
+    weights, ids, shared, shared_ids = sink_router(
+        x, module.weight, bias, module.global_scale, top_k, config.route_scale
+    )
+    assert torch.equal(ids.long(), expected_ids)
+    assert torch.equal(weights, expected)
+    assert torch.equal(shared, expected_shared)
+    assert shared_ids.tolist() == [[0, 1]] * num_tokens
 
 
 @dtypes

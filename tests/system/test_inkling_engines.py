@@ -138,6 +138,7 @@ def test_commands_from_checkpoint_to_text(make_checkpoint: Make, tmp_path: Path)
     texts = []
     for spec in ("auto", "mtp", "none"):
         arguments = [str(engine), "-p", "Why is the sea blue?", "--max-tokens", "12", "--stats"]
+        arguments += ["--seed", "1"]
         result = CliRunner().invoke(run_command.make_app(), [*arguments, "--spec", spec])
         assert result.exit_code == 0, result.output
         texts.append(result.stdout)

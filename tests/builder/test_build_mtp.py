@@ -10,7 +10,7 @@ from small_model import OPTIONS, edit_config, edit_tensors
 
 from inkrt.builder.build import build_engine, prepare
 from inkrt.builder.checkpoint import Checkpoint
-from inkrt.builder.drafter import choose_drafter
+from inkrt.builder.choose_drafter import choose_drafter
 from inkrt.builder.options import BuildOptions
 from inkrt.engines.catalog import find_definition
 from inkrt.engines.tiny import inkling
