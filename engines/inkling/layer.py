@@ -84,8 +84,7 @@ class Attention(nn.Module):
             self.first_row,
         )
         if step.num_tokens is not None:
-            # A long prefill step overwrites ring rows that its first queries still read: write
-            # last.
+            # Last: a long prefill step overwrites ring rows that its first queries still read.
             ink.kv_write(k_TKd, v_TKd, *where)
         out_TD: Tensor = ink.linear(o_THd.view(num_tokens, -1), self.wo, False)
         return out_TD

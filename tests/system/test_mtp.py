@@ -23,6 +23,7 @@ from inkrt.engines.tiny import inkling
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.noise import Purpose, gumbel, token_bits
 from inkrt.runtime.session import DraftOutput, Session
 
 transformers = pytest.importorskip("transformers")
@@ -250,7 +251,7 @@ def test_state_after_rejections_is_that_of_a_session_without(
                 require_drafts(session, text[length], oracle)
         require_drafts(session, text[length], oracle)
     # The comparison sees stale entries: nearly every rejected token left one in every buffer.
-    assert all(count > 40 for name, count in num_stale.items() if not name.endswith("0.before"))
+    assert min(num_stale.values()) > 40
     assert len(num_stale) == 3 * 7
 
 
@@ -304,8 +305,6 @@ def test_noise_of_drafts(engine: Engine) -> None:
         session.prefill(tokens[:-1], GREEDY)
         coupled = session.draft(tokens[-1], sampling, coupled=True, wants_logits=True)
         free = draft(session, tokens[-1], sampling)
-        from inkrt.runtime.noise import Purpose, gumbel, token_bits
-
         for output, purpose, key in (
             (coupled, Purpose.SAMPLE, 0),
             (free, Purpose.DRAFT, session.length),
