@@ -75,7 +75,8 @@ def test_coupled_output_is_that_of_plain_decoding(
 
 
 def test_probabilistic_output_depends_on_the_seed_alone(folder: Path, plain: list[Any]) -> None:
-    with LLM(folder, speculative=SpeculativeConfig("mtp", accept="probabilistic")) as llm:
+    chosen = SpeculativeConfig("mtp", accept="probabilistic", width="fixed")
+    with LLM(folder, speculative=chosen) as llm:
         tokens = prompts(llm.engine.config.model.vocab_size)
         assert [output.outputs for output in llm.generate(tokens, PARAMS[0])] == plain[0]
         together = [output.outputs for output in llm.generate(tokens, PARAMS[1])]
@@ -179,7 +180,7 @@ def test_fewer_drafts_and_the_end_of_the_context(folder: Path) -> None:
     prompt = [5, 6, 8, 9]
     with LLM(folder, speculative=SpeculativeConfig("none")) as llm:
         expected = llm.generate([prompt], params)[0].outputs
-    with LLM(folder, speculative=SpeculativeConfig("mtp", num_draft_tokens=2)) as llm:
+    with LLM(folder, speculative=SpeculativeConfig("mtp", 2, width="fixed")) as llm:
         output = llm.generate([prompt], params)[0]
         assert len(output.outputs[0].token_ids) == 132
         assert output.outputs == expected
