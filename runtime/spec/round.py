@@ -108,7 +108,7 @@ class Speculator:
             return Round([_decode(session, tokens, sampling, processor, num_more)])
         is_coupled = self._rule == "coupled" or sampling.temperature == 0
         proposal = self._drafter.draft(session, tokens, sampling, room, coupled=is_coupled)
-        proposal = proposal.first(room)
+        proposal = _generable(proposal.first(room), session.config.model.vocab_size)
         num_proposed = len(proposal.tokens)
         width = 0
         if num_proposed:
@@ -124,6 +124,15 @@ class Speculator:
         return Round(
             [*drafts.tokens[: verdict.accepted], verdict.token], width, proposed=num_proposed
         )
+
+
+def _generable(proposal: Proposal, vocab_size: int) -> Proposal:
+    """The drafts before the first that has no logit: prompts may hold such tokens, outputs not.
+
+    Where drafts were drawn there is none, so this tells nothing of them.
+    """
+    ends = (place for place, token in enumerate(proposal.tokens) if token >= vocab_size)
+    return proposal.first(next(ends, len(proposal.tokens)))
 
 
 def _decode(

@@ -34,7 +34,7 @@ from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec import config as config_module
 from inkrt.runtime.spec.config import SpeculativeConfig
-from inkrt.runtime.spec.drafter import Proposal
+from inkrt.runtime.spec.drafter import NgramDrafter, Proposal
 from inkrt.runtime.spec.round import AcceptRule, Speculator
 from inkrt.runtime.spec.stats import SpeculationStats
 from inkrt.runtime.spec.width import (
@@ -388,3 +388,19 @@ def test_greedy_rounds_of_either_rule_need_no_logits(monkeypatch: pytest.MonkeyP
     assert list(output.token_ids) == generate_plainly(PROMPT, Sampling(), 20)
     assert len(wanted) > 3
     assert not any(wanted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_without_a_logit_are_not_read(rule: Any, temperature: float) -> None:
+    # The prompt holds a token that the model reads and cannot generate; n-grams repeat prompts.
+    prompt, script = [7, 8, VOCAB + 5, 9, 30, 7, 8, 31, VOCAB + 9, 30, 7], [8, 31, 40, 7, 8, 31, 40]
+    executor = SureExecutor(make_config(), script, len(prompt))
+    bench = Bench(executor)
+    drafter: Any = NgramDrafter()
+    generation = bench.start(
+        prompt, rule=rule, drafter=drafter, temperature=temperature, max_tokens=len(script)
+    )
+    assert list(bench.finish(generation).token_ids) == script
+    assert max(executor.pages[..., 1].max(), 0) == VOCAB + 9
+    assert generation.stats.accepted > 0
