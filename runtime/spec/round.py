@@ -177,14 +177,18 @@ def _verify_probabilistic(
 ) -> Verdict:
     anchor = session.length
     rows = session.step([tokens[-1], *drafts.tokens], sampling).logits
+    is_empty = [False] * len(rows)
     if processor is not None:
         rows = processor.process(rows, tokens, drafts.tokens)
         # A row that bans everything has no distribution: the block ends in front of it.
-        is_empty = np.isneginf(rows).all(-1)
-        if is_empty.any():
-            drafts = drafts.first(int(is_empty.argmax()))
+        is_empty = [bool(np.isneginf(row).all()) for row in rows]
+        if any(is_empty):
+            drafts = drafts.first(is_empty.index(True))
     rows = rows[: len(drafts.tokens) + 1]
     verdict = accept_probabilistic(drafts.tokens, rows, drafts.logits, sampling, anchor)
-    if processor is not None:
-        require_choice(rows[verdict.accepted])
-    return verdict
+    if not is_empty[verdict.accepted]:
+        return verdict
+    if verdict.accepted == 0:
+        require_choice(rows[0])  # raises
+    # As `draw_rows`: the last right draft may be the end; if not, the next round raises.
+    return Verdict(verdict.accepted - 1, drafts.tokens[verdict.accepted - 1])

@@ -374,6 +374,20 @@ def test_a_request_that_bans_everything_is_told_so(rule: Any) -> None:
     assert bench.states.num_free_slots == 3
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_an_end_behind_which_everything_is_banned_is_an_end(rule: Any) -> None:
+    words = [100, 101, 102, EOS]
+    executor = SureExecutor(make_config(), words, len(PROMPT))
+    bench = Bench(executor)
+    generation = bench.start(
+        rule=rule, drafter=ScriptDrafter(executor), allowed_token_ids=words,
+        bad_words=[[EOS, word] for word in words], ignore_eos=False,
+    )  # fmt: skip
+    output = bench.finish(generation)
+    assert (list(output.token_ids), output.finish_reason) == (words, "stop")
+    assert generation.stats.rounds == 1
+
+
 def test_greedy_rounds_of_either_rule_need_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     run, wanted = bench.executor.run, []
