@@ -418,3 +418,17 @@ def test_drafts_without_a_logit_are_not_read(rule: Any, temperature: float) -> N
     assert list(bench.finish(generation).token_ids) == script
     assert max(executor.pages[..., 1].max(), 0) == VOCAB + 9
     assert generation.stats.accepted > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("given", [{}, {"presence_penalty": 0.5}])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-40, 9.9e-6])
+def test_temperatures_that_float32_cannot_hold_are_greedy(
+    temperature: float, given: dict[str, float], rule: Any
+) -> None:
+    tokens = []
+    for chosen in (0.0, temperature):
+        bench = Bench()
+        generation = bench.start(rule=rule, temperature=chosen, max_tokens=8, **given)
+        tokens.append(bench.finish(generation).token_ids)
+    assert tokens[0] == tokens[1]
