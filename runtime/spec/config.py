@@ -51,7 +51,8 @@ class SpeculativeConfig:
 
     Attributes:
         method: "ngram": what followed the same words earlier in the conversation; "dspark": the
-            drafter that was built into the engine; "auto": that one if there is one, else "none".
+            drafter that was built into the engine; "auto": that one if there is one, and a verify
+            step, else "none".
         num_draft_tokens: most tokens to propose at once; None takes as many as the drafter gives
             and the widest verify step of the engine reads.
         accept: "coupled": the same tokens as without speculation; "probabilistic": other tokens of
@@ -114,7 +115,8 @@ class SpeculativeConfig:
         """
         method = self.method
         if method == "auto":
-            method = "none" if config.draft is None else "dspark"
+            has_drafter = config.draft is not None and _widest(config) > 1
+            method = "dspark" if has_drafter else "none"
         if method == "none":
             return None
         if method == "dspark" and config.draft is None:
@@ -130,7 +132,7 @@ class SpeculativeConfig:
 
     def _most(self, method: Method, config: EngineConfig) -> int:
         """Most drafts of a round."""
-        widest = max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)
+        widest = _widest(config)
         wanted = self.num_draft_tokens or max(widest - 1, 1)
         if method == "dspark":
             assert config.draft is not None
@@ -186,3 +188,8 @@ class SpeculativeConfig:
         return lambda: CostAware(
             lambda context: table.round_costs(context, most, with_draft_step=with_draft_step)
         )
+
+
+def _widest(config: EngineConfig) -> int:
+    """Tokens of the widest decode or verify step."""
+    return max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)

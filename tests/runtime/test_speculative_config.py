@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from inkrt.errors import ConfigError, EngineFormatError, EngineMismatchError, RequestError
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.engine_file import DraftSpec, EngineConfig
+from inkrt.runtime.engine_file import DraftSpec, EngineConfig, StepSpec
 from inkrt.runtime.llm import LLM
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec.config import SpeculativeConfig
@@ -262,3 +262,15 @@ def test_the_self_test_fits_the_shortest_context(
     with Engine(tmp_path / "engine", short, FakeExecutor(short)) as engine:
         check_drafter(engine)
     assert lengths == [3, 3, 3]
+
+
+def test_an_engine_without_a_verify_step_opens_and_does_not_draft(
+    tmp_path: Path, fake_executors: list[FakeExecutor]
+) -> None:
+    steps = (StepSpec("decode", 1, 1), StepSpec("prefill64", 64, 1))
+    write_engine(tmp_path / "engine", draft=SURE, steps=steps)
+    with LLM(tmp_path / "engine") as llm:
+        assert llm.method == "none"
+    with pytest.raises(RequestError, match="need a verify step of 2"):
+        LLM(tmp_path / "engine", speculative=SpeculativeConfig("dspark"))
+    assert len(fake_executors) == 2
