@@ -432,3 +432,17 @@ def test_temperatures_that_float32_cannot_hold_are_greedy(
         generation = bench.start(rule=rule, temperature=chosen, max_tokens=8, **given)
         tokens.append(bench.finish(generation).token_ids)
     assert tokens[0] == tokens[1]
+
+
+def test_no_step_runs_ahead_of_the_last_token_where_drafting_does_not_pay() -> None:
+    costs = RoundCosts(1.0, [9.0] * 8)
+    for max_tokens in (3, 8, 20):
+        bench = Bench()
+        policy = CostAware(lambda _: costs, explore_every=50, num_first=0)
+        generation = bench.start(policy=policy, max_tokens=max_tokens)
+        bench.finish(generation)
+        assert generation.stats.plain_steps == max_tokens - 1
+        # The prompt's step gives the first token and the last one is read by none.
+        assert [count for _, count in bench.executor.calls] == [len(PROMPT)] + [1] * (
+            max_tokens - 1
+        )
