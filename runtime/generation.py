@@ -17,7 +17,7 @@ from inkrt.runtime.executor import Sampling
 from inkrt.runtime.logits import LogitsProcessor, check_processing, draw_rows
 from inkrt.runtime.output import Delta, FinishReason
 from inkrt.runtime.rebuild import rebuild_with
-from inkrt.runtime.sampling_params import MAX_SEED, SamplingParams
+from inkrt.runtime.sampling_params import LEAST_TEMPERATURE, MAX_SEED, SamplingParams
 from inkrt.runtime.session import Session, check_tokens
 from inkrt.runtime.spec.round import Speculator
 from inkrt.runtime.spec.stats import SpeculationStats
@@ -84,7 +84,7 @@ class Generation:
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else config.model.eos_token_ids)
         self._sampling = Sampling(
-            temperature=params.temperature,
+            temperature=0.0 if params.temperature < LEAST_TEMPERATURE else params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,

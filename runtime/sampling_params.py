@@ -8,6 +8,10 @@ from typing import Any, Self
 from inkrt.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+# Temperatures below are greedy. At this one the likeliest token wins already, unless its logit is
+# within 0.0003 of the next; far below, and above the other, scaled logits leave float32.
+LEAST_TEMPERATURE = 1e-5
+_MOST_TEMPERATURE = 1e30
 _SHOWN = 100  # characters of an invalid value that a message repeats
 
 
@@ -19,7 +23,7 @@ class SamplingParams:
     was generated before it taken into account, whoever drafts; `runtime/logits.py` has the order.
 
     Attributes:
-        temperature: at least 0; 0 is greedy.
+        temperature: 0..1e30; below 0.00001 is greedy.
         top_k: sample among the k most likely tokens; 0 is off.
         top_p: sample among the most likely tokens that reach this probability; 0 < top_p <= 1.
         min_p: drop tokens below this share of the most likely one's probability; 0..1.
@@ -66,8 +70,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if not _is_finite(self.temperature) or self.temperature < 0:
-            raise _error("temperature", self.temperature, "a number of at least 0")
+        if not _is_finite(self.temperature) or not 0 <= self.temperature <= _MOST_TEMPERATURE:
+            raise _error("temperature", self.temperature, "a number from 0 to 1e30")
         if not _is_integer(self.top_k) or not 0 <= self.top_k < 2**31:
             raise _error("top_k", self.top_k, "an integer from 0 (off) to 2147483647")
         if not _is_finite(self.top_p) or not 0 < self.top_p <= 1:

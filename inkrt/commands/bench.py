@@ -12,7 +12,7 @@ from inkrt.commands import console, spec_options
 from inkrt.errors import ConfigError, EngineMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from inkrt.runtime.engine_file import EngineConfig, StepSpec
     from inkrt.runtime.executor.cuda import CudaExecutor
@@ -83,8 +83,30 @@ def engine(
     """
     if costs and acceptance:
         raise ConfigError("--costs and --acceptance are two measurements; run one after the other")
-    if not acceptance and (prompts is not None or plot is not None):
-        raise ConfigError("--prompts and --plot are for --acceptance; add it or leave them out")
+    of_speculation = (
+        ("--prompts", prompts is not None),
+        ("--plot", plot is not None),
+        ("--max-tokens", max_tokens != 256),
+        ("--temperature", temperature is not None),
+        ("--seed", seed != 0),
+        ("--spec", spec != "auto"),
+        ("--draft-tokens", draft_tokens is not None),
+        ("--accept", accept != "coupled"),
+        ("--width", width != "auto"),
+        ("--confidence-threshold", confidence_threshold != 0.4),
+    )
+    of_steps = (
+        ("--steps", bool(steps)),
+        ("--profile", profile),
+        ("--profile-runs", profile_runs is not None),
+    )
+    if not acceptance:
+        _refuse(of_speculation, "only --acceptance has a use for it; add that or leave it out")
+    if costs or acceptance:
+        _refuse(of_steps, "of no use with --costs or --acceptance; leave it out")
+    if acceptance:
+        of_contexts = (("--contexts", contexts is not None), ("--runs", runs is not None))
+        _refuse(of_contexts, "of no use with --acceptance; leave it out")
     _require_writable(as_json, plot)
     if costs:
         from inkrt.commands import bench_speculation
@@ -131,6 +153,13 @@ def engine(
             for step, context in _fitting(config, _chosen(config, steps), wanted)
         ]
         _write(as_json, executor, rows)
+
+
+def _refuse(options: "Sequence[tuple[str, bool]]", why: str) -> None:
+    """Refuse the first of some options that is not at its default, where it would do nothing."""
+    for name, is_given in options:
+        if is_given:
+            raise ConfigError(f"{name}: {why}")
 
 
 def _require_writable(*paths: Path | None) -> None:

@@ -73,6 +73,8 @@ def measure_costs(engine: Engine, contexts: Sequence[int] | None, runs: int) -> 
     with engine.session() as session:
         sampling = Sampling(temperature=1.0)
         for context in fitting:
+            if session.length >= context:  # contexts so near that the last one's steps went by
+                session.rollback(0)
             missing = max(context - session.length, 1)
             start = session.length
             text = [(17 + 31 * (start + i)) % config.model.vocab_size for i in range(missing)]
@@ -177,6 +179,8 @@ def measure_acceptance(
     rows = []
     with LLM(folder, speculative=speculative) as llm:
         if llm.method == "none":
+            if speculative.method == "none":
+                raise ConfigError("nobody drafts with --spec none; leave it out or name a drafter")
             raise ConfigError(
                 f"nobody drafts: engine {folder} has no drafter of its own; add --spec ngram"
             )

@@ -52,7 +52,7 @@ class SpeculativeConfig:
     Attributes:
         method: "ngram": what followed the same words earlier in the conversation; "dspark" or
             "mtp": the drafter of that kind that was built into the engine; "auto": that one if
-            there is one, else "none".
+            there is one and a verify step, else "none".
         num_draft_tokens: most tokens to propose at once; None takes as many as the drafter gives
             and the widest verify step of the engine reads.
         accept: "coupled": the same tokens as without speculation; "probabilistic": other tokens of
@@ -115,7 +115,7 @@ class SpeculativeConfig:
         """
         method = self.method
         if method == "auto":
-            method = "none" if config.draft is None else config.draft.method
+            method = config.draft.method if config.draft and _widest(config) > 1 else "none"
         if method == "none":
             return None
         if method != "ngram":
@@ -127,7 +127,7 @@ class SpeculativeConfig:
 
     def _most(self, method: Method, config: EngineConfig) -> int:
         """Most drafts of a round."""
-        widest = max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)
+        widest = _widest(config)
         wanted = self.num_draft_tokens or max(widest - 1, 1)
         if method != "ngram":
             assert config.draft is not None
@@ -199,3 +199,8 @@ def _require_drafter(method: Method, config: EngineConfig) -> None:
             f"{config.draft.method} or auto",
             param="method",
         )
+
+
+def _widest(config: EngineConfig) -> int:
+    """Tokens of the widest decode or verify step."""
+    return max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)

@@ -108,7 +108,7 @@ class Speculator:
             return Round([_decode(session, tokens, sampling, processor, num_more)])
         is_coupled = self._rule == "coupled" or sampling.temperature == 0
         proposal = self._drafter.draft(session, tokens, sampling, room, coupled=is_coupled)
-        proposal = proposal.first(room)
+        proposal = _generable(proposal.first(room), session.config.model.vocab_size)
         num_proposed = len(proposal.tokens)
         width = 0
         if num_proposed:
@@ -124,6 +124,15 @@ class Speculator:
         return Round(
             [*drafts.tokens[: verdict.accepted], verdict.token], width, proposed=num_proposed
         )
+
+
+def _generable(proposal: Proposal, vocab_size: int) -> Proposal:
+    """The drafts before the first that has no logit: prompts may hold such tokens, outputs not.
+
+    Where drafts were drawn there is none, so this tells nothing of them.
+    """
+    ends = (place for place, token in enumerate(proposal.tokens) if token >= vocab_size)
+    return proposal.first(next(ends, len(proposal.tokens)))
 
 
 def _decode(
@@ -168,14 +177,18 @@ def _verify_probabilistic(
 ) -> Verdict:
     anchor = session.length
     rows = session.step([tokens[-1], *drafts.tokens], sampling).logits
+    is_empty = [False] * len(rows)
     if processor is not None:
         rows = processor.process(rows, tokens, drafts.tokens)
         # A row that bans everything has no distribution: the block ends in front of it.
-        is_empty = np.isneginf(rows).all(-1)
-        if is_empty.any():
-            drafts = drafts.first(int(is_empty.argmax()))
+        is_empty = [bool(np.isneginf(row).all()) for row in rows]
+        if any(is_empty):
+            drafts = drafts.first(is_empty.index(True))
     rows = rows[: len(drafts.tokens) + 1]
     verdict = accept_probabilistic(drafts.tokens, rows, drafts.logits, sampling, anchor)
-    if processor is not None:
-        require_choice(rows[verdict.accepted])
-    return verdict
+    if not is_empty[verdict.accepted]:
+        return verdict
+    if verdict.accepted == 0:
+        require_choice(rows[0])  # raises
+    # As `draw_rows`: the last right draft may be the end; if not, the next round raises.
+    return Verdict(verdict.accepted - 1, drafts.tokens[verdict.accepted - 1])

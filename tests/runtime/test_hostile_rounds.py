@@ -23,7 +23,6 @@ from fake import (
 )
 from numpy.typing import NDArray
 
-from inkrt.errors import RequestError
 from inkrt.runtime.executor import Sampling, StepInput, StepOutput
 from inkrt.runtime.generation import Generation
 from inkrt.runtime.llm import LLM
@@ -336,42 +335,6 @@ def test_a_cancelled_stream_counts_and_frees_what_it_had(
         check_counts(llm.speculation.since(counts), len(second.token_ids))
         assert second.num_accepted == len(second.token_ids) - 1
         assert llm.generate([PROMPT], params)[0].outputs == whole.outputs
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("rule", RULES)
-def test_what_a_request_makes_of_its_logits_holds_in_every_row(
-    rule: Any, temperature: float
-) -> None:
-    allowed = list(range(100, 140))
-    for seed in range(4):
-        bench = Bench()
-        generation = bench.start(
-            rule=rule, temperature=temperature, seed=seed, max_tokens=40, min_tokens=25,
-            allowed_token_ids=[*allowed, EOS], ignore_eos=False, presence_penalty=0.5,
-            bad_words=[[token, token + 1] for token in allowed], logit_bias={EOS: 60},
-            drafter=NearDrafter(bench.executor, 0.1),
-        )  # fmt: skip
-        tokens = bench.finish(generation).token_ids
-        # The end token is by far the likeliest, but banned that long.
-        assert len(tokens) == 26
-        assert tokens[-1] == EOS
-        assert set(tokens[:-1]) <= set(allowed)
-        assert all(after != before + 1 for before, after in itertools.pairwise(tokens[:-1]))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_request_that_bans_everything_is_told_so(rule: Any) -> None:
-    # Behind 101 and 102 nothing may come; drafts do not know.
-    executor = SureExecutor(make_config(), [101, 102, 103, 104], len(PROMPT))
-    bench = Bench(executor)
-    generation = bench.start(
-        rule=rule, drafter=ScriptDrafter(executor), allowed_token_ids=[101, 102],
-        bad_words=[[102, 101], [102, 102]],
-    )  # fmt: skip
-    with pytest.raises(RequestError, match="no token may come next"):
-        list(generation)
-    assert bench.states.num_free_slots == 3
 
 
 def test_greedy_rounds_of_either_rule_need_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from inkrt.errors import ConfigError, EngineFormatError, EngineMismatchError, RequestError
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.engine_file import DraftSpec, EngineConfig
+from inkrt.runtime.engine_file import DraftSpec, EngineConfig, StepSpec
 from inkrt.runtime.llm import LLM
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec.config import SpeculativeConfig
@@ -162,6 +162,16 @@ def sound(text: list[int]) -> NDArray[np.float32]:
     return np.stack([expected_logits([*text, row]) for row in range(SURE.block_size)])
 
 
+def sound_but_unsure(text: list[int]) -> NDArray[np.float32]:
+    """Its confidences are NaN."""
+    return sound(text)
+
+
+def reserved(text: list[int]) -> NDArray[np.float32]:
+    """The last token has the embedding of all first tokens if it is one of them: none is used."""
+    return sound([*text[:-1], max(text[-1], 105)])
+
+
 def constant(_: list[int]) -> NDArray[np.float32]:
     return sound([1, 2, 3])
 
@@ -192,6 +202,8 @@ def with_value(value: float, row: Any, token: Any) -> Draft:
     ("draft", "seen"),
     [
         (sound, None),
+        (sound_but_unsure, r"confidences are not numbers \(NaN\)"),
+        (reserved, None),
         (one_token, None),
         (with_value(-np.inf, slice(None), slice(0, VOCAB // 2)), None),  # a trimmed vocabulary
         (with_value(np.nan, 4, 17), r"not numbers \(NaN\)"),
@@ -199,7 +211,7 @@ def with_value(value: float, row: Any, token: Any) -> Draft:
         (with_value(-np.inf, 3, slice(None)), "infinite"),
         (with_value(0.0, slice(None), slice(None)), "all tokens equally likely"),
         (trimmed_and_flat, "all tokens equally likely"),
-        (constant, "the same behind tokens 3 and 11"),
+        (constant, "the same behind tokens 133 and 200"),
         (lambda text: sound(text[-1:]), "the same behind two different contexts"),
     ],
 )
@@ -210,9 +222,13 @@ def test_a_drafter_that_says_nothing_is_refused(
     draft: Draft,
     seen: str | None,
 ) -> None:
+    confidences = np.full(SURE.block_size, 0.5, np.float32)
+    if draft is sound_but_unsure:
+        confidences[3] = np.nan
+
     def step(self: Session, token: int, *_: Any, **options: Any) -> Any:
         assert options == {"coupled": True, "wants_logits": True}
-        return SimpleNamespace(logits=draft([*self.tokens, token]))
+        return SimpleNamespace(logits=draft([*self.tokens, token]), confidences=confidences)
 
     monkeypatch.setattr(Session, "draft", step, raising=False)
     write_engine(tmp_path / "engine", draft=SURE)
@@ -238,7 +254,7 @@ def test_the_self_test_fits_the_shortest_context(
 
     def step(self: Session, token: int, *_: Any, **_options: Any) -> Any:
         lengths.append(self.length)
-        return SimpleNamespace(logits=sound([*self.tokens, token]))
+        return SimpleNamespace(logits=sound([*self.tokens, token]), confidences=None)
 
     monkeypatch.setattr(Session, "draft", step, raising=False)
     config = write_engine(tmp_path / "engine", draft=SURE)
@@ -246,3 +262,15 @@ def test_the_self_test_fits_the_shortest_context(
     with Engine(tmp_path / "engine", short, FakeExecutor(short)) as engine:
         check_drafter(engine)
     assert lengths == [3, 3, 3]
+
+
+def test_an_engine_without_a_verify_step_opens_and_does_not_draft(
+    tmp_path: Path, fake_executors: list[FakeExecutor]
+) -> None:
+    steps = (StepSpec("decode", 1, 1), StepSpec("prefill64", 64, 1))
+    write_engine(tmp_path / "engine", draft=SURE, steps=steps)
+    with LLM(tmp_path / "engine") as llm:
+        assert llm.method == "none"
+    with pytest.raises(RequestError, match="need a verify step of 2"):
+        LLM(tmp_path / "engine", speculative=SpeculativeConfig("dspark"))
+    assert len(fake_executors) == 2

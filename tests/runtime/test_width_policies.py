@@ -150,3 +150,30 @@ def test_costs_of_the_context_decide():
     assert policy.choose([0.6, 0.6], 2, 99) == 0
     assert policy.choose([0.6, 0.6], 2, 100) == 2
     assert policy.skip(99) > 0
+
+
+def test_the_first_draft_that_is_not_read_counts_as_what_was_thought_of_it():
+    def rates(policy: CostAware) -> list[float]:
+        return [policy._rate(place) for place in range(2)]
+
+    sure, unsure = [0.9, 0.1], [0.1, 0.9]
+    policy = cost_aware([1.0, 1.5, 3.0], num_first=0, explore_every=10**9)
+    assert rates(policy) == [0.5, 0.5]  # one of two: nothing is known
+    assert policy.choose(unsure, 2, 0) == 0
+    assert rates(policy) == pytest.approx([(0.98 + 0.1) / (1.96 + 1), 0.5])
+    # Behind a wrong draft nothing would have been accepted, so nothing is learned of it.
+    for accepted, second in ((0, 0.5), (1, (0.98 + 0.1) / (1.96 + 1))):
+        policy = cost_aware([1.0, 1.5, 3.0], num_first=0, explore_every=10**9)
+        assert policy.choose(sure, 2, 0) == 1
+        policy.observe(1, accepted)
+        assert rates(policy) == pytest.approx([(0.98 + accepted) / (1.96 + 1), second])
+
+
+def test_what_earlier_rounds_accepted_is_forgotten_while_nothing_is_drafted():
+    policy = cost_aware([2.0, 5.0], plain=1.0, explore_every=50, num_first=0)
+    for _ in range(60):
+        policy.observe(1, 0)
+    before = policy._reached[0]
+    assert [policy.skip(0) for _ in range(50)] == list(range(50, 0, -1))
+    assert policy._reached[0] == pytest.approx(max(0.98**50 * before, 2), rel=0.02)
+    assert policy._rate(0) < 0.05  # it weighs less, but says the same

@@ -9,11 +9,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from inkrt.commands import bench, build
-from inkrt.commands.bench_speculation import PROMPTS, figures, plot
+from inkrt.commands.bench_speculation import PROMPTS, figures, measure_costs, plot
 from inkrt.engines.tiny.checkpoint import write_checkpoint
+from inkrt.runtime.engine import Engine
 from inkrt.runtime.engine_file import read_config
 from inkrt.runtime.llm import LLM
 from inkrt.runtime.sampling_params import SamplingParams
+from inkrt.runtime.session import MAX_AHEAD, Session
 from inkrt.runtime.spec.config import SpeculativeConfig
 from inkrt.runtime.spec.costs import CostTable
 from inkrt.runtime.spec.stats import SpeculationStats
@@ -69,6 +71,26 @@ def test_auto_goes_by_costs_where_they_were_measured(tmp_path: Path) -> None:
         (built / "costs.json").unlink(missing_ok=True)
 
 
+def test_contexts_near_each_other_and_near_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is measured behind as many tokens as the table says; the last has no room to spare."""
+    ran: list[int] = []
+    step = Session.step
+
+    def watched(self: Session, *given: Any, **options: Any) -> Any:
+        ran.append(self.length)
+        return step(self, *given, **options)
+
+    monkeypatch.setattr(Session, "step", watched)
+    last = read_config(folder).max_seq_len - 4 - 1 - MAX_AHEAD
+    contexts = (9, 10, last - 1, last)
+    with Engine.open(folder) as engine:
+        table = measure_costs(engine, contexts, 1)
+    assert table.contexts == contexts
+    assert sorted(set(ran)) == list(contexts)
+
+
 def test_contexts_that_do_not_fit(folder: Path) -> None:
     result = invoke(folder, "--costs", "--runs", 2, "--contexts", "4000")
     assert result.exit_code == 1
@@ -103,11 +125,19 @@ def test_acceptance_of_prompts(folder: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--costs", "--acceptance"], "are two measurements; run one after the other"),
-        (["--prompts", "x"], "are for --acceptance; add it or leave them out"),
-        (["--plot", "x.png"], "are for --acceptance; add it or leave them out"),
+        (["--prompts", "x"], "only --acceptance has a use for it; add that or"),
+        (["--plot", "x.png"], "only --acceptance has a use for it; add that or"),
+        (["--spec", "ngram"], "--spec: only --acceptance has a use for it"),
+        (["--costs", "--width", "cost"], "--width: only --acceptance has a use for it"),
+        (["--costs", "--temperature", 0], "--temperature: only --acceptance has a use for it"),
+        (["--costs", "--steps", "decode"], "--steps: of no use with --costs or --acceptance"),
+        (["--acceptance", "--profile"], "--profile: of no use with --costs or --acceptance"),
+        (["--acceptance", "--contexts", "9"], "--contexts: of no use with --acceptance"),
+        (["--acceptance", "--runs", 3], "--runs: of no use with --acceptance"),
         (["--acceptance", "--prompts", "none.txt"], "cannot read none.txt"),
         (["--acceptance", "--plot", "no/x.png"], "cannot write no/x.png; name a file in a folder"),
         (["--acceptance"], "has no drafter of its own; add --spec ngram"),
+        (["--acceptance", "--spec", "none"], "nobody drafts with --spec none; leave it out"),
         (["--acceptance", "--spec", "dspark"], "no drafter of its own; draft with ngram"),
     ],
 )
