@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,6 +86,37 @@ def embed_in_checkpoint(folder: Path, drafter: Drafter, kind: Head) -> None:
     for other in drafter.heads:
         own = {k: v for k, v in head_tensors(drafter, _head(other)).items() if _is_own(k)}
         save_file(own, folder / "heads" / f"{other}.safetensors")
+
+
+def read_drafter(folder: Path, dtype: torch.dtype) -> Drafter:
+    """The drafter with all its heads, as `embed_in_checkpoint` wrote it, computing in `dtype`."""
+    values = json.loads((folder / "config.json").read_text())
+    renamed = {"mask_token_id": "dspark_noise_token_id"}
+    target = ("vocab_size", "hidden_size")
+    given = {
+        field.name: values[
+            field.name if field.name in target else renamed.get(field.name, f"dspark_{field.name}")
+        ]
+        for field in fields(DrafterConfig)
+    }
+    given["target_layer_ids"] = tuple(given["target_layer_ids"])
+    drafter = Drafter(DrafterConfig(**given), HEADS, dtype)
+    shared = {
+        name.removeprefix(PREFIX): value
+        for name, value in read_tensors(folder).items()
+        if name.startswith(PREFIX)
+    }
+    tensors = {
+        name.removeprefix("markov_head."): value.float()
+        for name, value in shared.items()
+        if not _is_own(name)
+    }
+    for kind in HEADS:
+        for name, value in load_file(folder / "heads" / f"{kind}.safetensors").items():
+            own = name.replace("confidence_head.proj.", "confidence.").removeprefix("markov_head.")
+            tensors[f"heads.{kind}.{own}"] = value.float()
+    drafter.load_state_dict(tensors)
+    return drafter
 
 
 def choose_head(folder: Path, out: Path, kind: Head) -> None:

@@ -143,7 +143,7 @@ def _sqlite(root: Path) -> Iterator[str]:
 
 # Where the text of a page begins, and what follows it: themes of Sphinx and of Node.js.
 _MAIN = re.compile(
-    r'<(?:div|main|section|article)[^>]*'
+    r"<(?:div|main|section|article)[^>]*"
     r'(?:role="main"|class="body"|class="bd-article|id="docs-content"|id="bd"|id="apicontent")[^>]*>'
 )
 _BEHIND = re.compile(

@@ -23,6 +23,7 @@ from inkrt.engines.nano.drafter_export import (
     choose_head,
     embed_in_checkpoint,
     head_tensors,
+    read_drafter,
 )
 from inkrt.engines.nano.evaluate import solved
 from inkrt.engines.nano.model import Nano
@@ -210,6 +211,16 @@ def test_heads_of_a_checkpoint_can_be_exchanged(
         expected |= export.published_tensors(model)
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_a_drafter_comes_back_with_all_heads(model: Nano, drafter: Drafter, tmp_path: Path) -> None:
+    export.write_checkpoint(model, tmp_path / "checkpoint", tmp_path)
+    embed_in_checkpoint(tmp_path / "checkpoint", drafter, "gated")
+    found = read_drafter(tmp_path / "checkpoint", torch.float32)
+    assert found.config == drafter.config
+    state = found.state_dict()
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(state[name], value.bfloat16().float()), name
 
 
 def test_layouts_name_the_same_taps(model: Nano, drafter: Drafter) -> None:
