@@ -55,7 +55,7 @@ class Generation:
     """One running request. It owns its session and closes it when it ends.
 
     Args:
-        session: new and empty.
+        session: new; empty, or with the beginning of the prompt, which is not read again.
         prompt: checked by `check_request`.
         params: sampling and stopping.
         tokenizer: makes the text; None leaves it empty.
@@ -78,6 +78,8 @@ class Generation:
         speculator: Speculator | None = None,
     ) -> None:
         config = session.config
+        assert session.tokens == list(prompt[: session.length]), "of another prompt"
+        assert session.length < len(prompt), "the last token's row is needed"
         self.state: Literal["prefill", "decode", "finished"] = "prefill"
         self._session = session
         self._prompt = prompt

@@ -75,6 +75,14 @@ def test_documents_are_short_and_their_links_lead_somewhere(name: str) -> None:
         assert (ROOT / target).exists(), target
 
 
+def test_tests_that_documents_name_exist() -> None:
+    text = (ROOT / "docs" / "speculative.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 29
+    for file, function in named:
+        assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), (file, function)
+
+
 def test_files_are_short() -> None:
     long = {
         str(path.relative_to(ROOT)): count

@@ -123,8 +123,8 @@ def choose_head(folder: Path, out: Path, kind: Head) -> None:
     write_json(out / "config.json", values | {"dspark_markov_head_type": kind})
 
 
-def read_drafter(folder: Path) -> Drafter:
-    """The drafter of a checkpoint folder with all its heads, in float32."""
+def read_drafter(folder: Path, dtype: torch.dtype) -> Drafter:
+    """The drafter of a checkpoint folder with all its heads, computing in `dtype`."""
     values = json.loads((folder / "config.json").read_text())
     target = export.read_config(folder)
     config = DrafterConfig(
@@ -136,7 +136,7 @@ def read_drafter(folder: Path) -> Drafter:
     )
     tensors = {
         name.removeprefix(PREFIX): value.float()
-        for name, value in export.read_tensors(folder).items()
+        for name, value in read_tensors(folder).items()
         if name.startswith(PREFIX) and not _is_own(name.removeprefix(PREFIX))
     }
     state = {name.removeprefix("markov_head."): value for name, value in tensors.items()}
@@ -145,7 +145,7 @@ def read_drafter(folder: Path) -> Drafter:
             own = name.removeprefix("markov_head.")
             own = own.replace("confidence_head.proj.", "confidence.")
             state[f"heads.{kind}.{own}"] = value.float()
-    drafter = Drafter(config, HEADS)
+    drafter = Drafter(config, HEADS, dtype)
     drafter.load_state_dict(state)
     return drafter
 
@@ -234,7 +234,7 @@ def main() -> None:
         choose_head(options.checkpoint, options.out, options.head)
         return
     target = export.read_model(options.checkpoint, torch.float32)
-    drafter = read_drafter(options.checkpoint)
+    drafter = read_drafter(options.checkpoint, torch.float32)
     values, tensors = as_layout(drafter, options.head, target, options.layout)
     options.out.mkdir(parents=True)
     save_file(tensors, options.out / "model.safetensors", metadata={"format": "pt"})

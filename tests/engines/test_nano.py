@@ -221,7 +221,7 @@ def test_a_drafter_is_read_back_with_all_heads(
     """Whichever head the checkpoint has; so other layouts can be written from it."""
     export.write_checkpoint(model, tmp_path, tmp_path)
     embed_in_checkpoint(tmp_path, drafter, embedded)
-    again = read_drafter(tmp_path)
+    again = read_drafter(tmp_path, torch.float32)
     assert again.config == drafter.config
     for kind in HEADS:
         ours, theirs = head_tensors(again, kind), head_tensors(drafter, kind)

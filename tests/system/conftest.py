@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -83,3 +84,13 @@ def make_speculating_engine(tmp_path_factory: pytest.TempPathFactory) -> MakeEng
         return base / "engine"
 
     return make
+
+
+@pytest.fixture(scope="session")
+def nano_checkpoint() -> Path:
+    """The trained `inkling2-nano` with its drafter, which is part of the repository."""
+    bundled = Path(export.__file__).parent / "checkpoint"
+    folder = Path(os.environ.get("INKRT_NANO_CHECKPOINT", bundled))
+    if not folder.is_dir():
+        pytest.skip(f"no trained checkpoint in {folder}; name one in INKRT_NANO_CHECKPOINT")
+    return folder

@@ -1,6 +1,7 @@
 """A drafter in a whole engine, against the model that it is trained with and against itself."""
 
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -24,9 +25,12 @@ from inkrt.errors import CapacityError, RequestError
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.engine_file import DraftSpec, read_config, read_plans
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.llm import LLM
 from inkrt.runtime.noise import Purpose
 from inkrt.runtime.sampling import draw
+from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.session import DraftOutput, Session
+from inkrt.runtime.spec.config import SpeculativeConfig
 
 # Ranks share neither the tokens evenly nor the padding.
 SMALL = NanoConfig(
@@ -275,6 +279,39 @@ def test_ranks_draft_what_one_rank_drafts(make_drafting_engine, engine):
                 assert torch.equal(first, second), name
         contexts = [_context(two, session, rank) for rank in (0, 1)]
         assert all(torch.equal(value, contexts[1][name]) for name, value in contexts[0].items())
+
+
+def test_ranks_agree_in_every_round(make_drafting_engine):
+    """Drafts and drawn rows of each rank are the same, and so is what each of them would accept."""
+    folder = make_drafting_engine("rnn", tp_size=2, max_verify_tokens=8)
+    params = SamplingParams(temperature=3.0, seed=4, max_tokens=40, ignore_eos=True)
+    with LLM(folder, speculative=SpeculativeConfig("none")) as llm:
+        plain = llm.generate([TOKENS[:30]], params)[0].outputs
+    drawn: list[tuple[str, list[list[int]]]] = []
+    with LLM(folder) as llm:
+        run = llm.engine.executor.run
+
+        def watched(step, *given, **options):
+            output = run(step, *given, **options)
+            bound = llm.engine.executor._bound[step]
+            index = bound.plan.outputs["tokens"]
+            drawn.append((step, [tensors[index].tolist() for tensors in bound.tensors]))
+            return output
+
+        llm.engine.executor.run = watched
+        output = llm.generate([TOKENS[:30]], params)[0]
+    assert output.outputs == plain
+    assert output.speculation.accepted > 3
+    assert all(first == second for _, (first, second) in drawn)
+    accepted = []
+    for (step, drafts), (after, rows) in itertools.pairwise(drawn):
+        if step == "draft" and after.startswith("verify"):
+            for ours, theirs in zip(drafts, rows, strict=True):  # each rank by its own
+                same = [a == b for a, b in zip(ours, theirs, strict=False)]
+                accepted.append([*same, False].index(False))
+    assert accepted[::2] == accepted[1::2]
+    assert len(accepted) == 2 * output.speculation.rounds
+    assert sum(accepted[::2]) >= output.speculation.accepted
 
 
 def test_shared_weights_are_packed_once(make_drafting_engine):
