@@ -51,6 +51,8 @@ def build(
     """
     if out is None and not dry_run:
         raise typer.BadParameter("name the engine folder with -o, or ask for --dry-run")
+    if dry_run and costs:
+        raise typer.BadParameter("--costs measures an engine, --dry-run makes none; leave one out")
 
     from inkrt.builder.build import build_engine, prepare
     from inkrt.builder.checkpoint import open_checkpoint

@@ -69,6 +69,12 @@ def test_other_commands_use_the_engine(engine: Path) -> None:
     assert result.stdout.rstrip("\n") == output.outputs[0].text.rstrip("\n")
 
 
+def test_costs_of_a_dry_run_are_refused(checkpoint: Path) -> None:
+    result = invoke(checkpoint, "--dry-run", "--costs")
+    assert result.exit_code == 2
+    assert "--costs measures an engine" in " ".join(result.stderr.replace("│", " ").split())
+
+
 def test_dry_run_tells_the_memory_and_writes_nothing(checkpoint: Path, engine: Path) -> None:
     before = sorted(checkpoint.parent.rglob("*"))
     result = invoke(checkpoint, "--dry-run", "--quiet", *FLAGS)
