@@ -150,7 +150,9 @@ def speculate(
     Whether a round counts is known before it begins, so that leaving others out is no choice.
     """
     sampling = Sampling(temperature=1.0, seed=seed)
-    speculation = SpeculativeConfig("dspark", accept=rule).resolve(engine.folder, engine.config)
+    speculation = SpeculativeConfig("dspark", accept=rule, width="fixed").resolve(
+        engine.folder, engine.config
+    )
     assert speculation is not None
     speculator, block = speculation.speculator(), speculation.num_draft_tokens
     rounds: list[Round] = []

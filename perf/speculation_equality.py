@@ -54,9 +54,9 @@ EDGES = (
 CUTS = 20  # of one text, half of them at edges
 BUCKETS = (16, 64, 128, 256, 512, 1024, 2000)
 WAYS = {
-    "fixed": SpeculativeConfig("dspark"),
+    "fixed": SpeculativeConfig("dspark", width="fixed"),
     "confidence": SpeculativeConfig("dspark", width="confidence"),
-    "ngram": SpeculativeConfig("ngram"),
+    "ngram": SpeculativeConfig("ngram", width="fixed"),
 }
 
 
@@ -317,7 +317,7 @@ def write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     }
     for name, length in ways.items():
         say(f"{name}: {length:.2f} tokens a round")
-    say(f"equal: {sum(row.tokens for row in rows)} tokens behind {options.count} prompts, twice")
+    say(f"equal: {sum(row.tokens for row in rows)} tokens behind {options.count} prompts")
     result = {
         "workload": f"{options.count} prompts of up to {MAX_LENGTH} tokens, coupled and plain",
         "value": sum(1 for row in rows if row.difference),

@@ -165,7 +165,8 @@ def check(name: str, kind: str, policy: str, rule: AcceptRule, num_tokens: int) 
     target = np.array([oracle(row, sampling) for row in chain.logits])
     values = p_values(emitted, target)
     assert min(values) > 1e-4, values
-    if policy == "learning" and kind != "same":  # which is always right
+    # Drafts that are always right, or nearly so as where all is flat, are all worth reading.
+    if policy == "learning" and kind != "same" and name != "hot":
         assert len(emitted.widths) > 1, emitted.widths
 
 

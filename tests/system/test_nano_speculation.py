@@ -25,9 +25,9 @@ from inkrt.runtime.tokenizer import Tokenizer
 
 MAX_SEQ_LEN = 2009
 WAYS = {
-    "fixed": SpeculativeConfig("dspark"),
+    "fixed": SpeculativeConfig("dspark", width="fixed"),
     "confidence": SpeculativeConfig("dspark", width="confidence"),
-    "ngram": SpeculativeConfig("ngram"),
+    "ngram": SpeculativeConfig("ngram", width="fixed"),
 }
 Request = tuple[list[int], SamplingParams]
 
@@ -125,7 +125,7 @@ def test_probabilistic_rounds_are_greedy_where_plain_decoding_is(
     folder: Path, requests: list[Request], plain: list[Any]
 ) -> None:
     greedy = [i for i, (_, params) in enumerate(requests) if params.temperature == 0][-5:]
-    with LLM(folder, speculative=SpeculativeConfig(accept="probabilistic")) as llm:
+    with LLM(folder, speculative=SpeculativeConfig(accept="probabilistic", width="fixed")) as llm:
         outputs = answer(llm, [requests[i] for i in greedy])
     assert [output.outputs for output in outputs] == [plain[i] for i in greedy]
 
