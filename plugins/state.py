@@ -13,9 +13,13 @@ from torch import Tensor
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.shapes import Axes
 
-# Attention of some rows of a step over keys and values [S, KV, d]: takes the rows, keys, values,
-# int64 distances [n, S] from row to key, and where they are out of sight, bool [n, S].
+# Attention of some rows of a step, [n, H, d]: takes the rows, their keys and values, [1, S, KV, d]
+# for all or [n, S, KV, d] for each, int64 distances [n, S] from row to key, and where keys are out
+# of sight, bool [n, S].
 Attend = Callable[[slice, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# Batched rows of a narrow step see a multiple of this many keys, some of them masked.
+_KEY_BLOCK = 64
 
 
 def locate(
@@ -64,7 +68,7 @@ def write_step(
     """
     count = int(num_tokens)
     first = max(count - buffer.shape[1], 0) if page_table is None else 0
-    positions = step_positions(position, count)[first:]
+    positions = torch.arange(int(position) + first, int(position) + count, device=buffer.device)
     buffer[locate(buffer, positions, slot, page_table)] = rows[first:count]
 
 
@@ -83,10 +87,11 @@ def with_older_rows(
     Returns:
         [num_older + T, ...]; row i is at position - num_older + i.
     """
-    positions = step_positions(position, num_older) - num_older
+    first = int(position)
+    missing = max(num_older - first, 0)
+    positions = torch.arange(first - num_older + missing, first, device=buffer.device)
     older = buffer[locate(buffer, positions, slot, None)]
-    older[positions < 0] = 0
-    return torch.cat([older, rows])
+    return torch.cat([buffer.new_zeros(missing, *buffer.shape[2:]), older, rows])
 
 
 def attend_to_session(
@@ -101,6 +106,8 @@ def attend_to_session(
     num_tokens: Tensor,
     slot: Tensor,
     window: int,
+    *,
+    is_batched: bool = False,
 ) -> Tensor:
     """Run attention of the valid rows of a step over all keys that they see.
 
@@ -110,7 +117,8 @@ def attend_to_session(
 
     Args:
         attend: called with rows that start at 0 and end at num_tokens at most; for steps of up to
-            MAX_VERIFY_TOKENS rows once per row, with the keys and shapes of a decode step there.
+            MAX_VERIFY_TOKENS rows once per row, with the keys and shapes of a decode step there, or
+            `is_batched`.
         q: [T, H, d].
         k: [T, KV, d], keys of the step.
         v: like k.
@@ -121,6 +129,8 @@ def attend_to_session(
         num_tokens: int32 [1], valid rows.
         slot: int32 [1].
         window: number of keys a row sees, itself included; 0 for all.
+        is_batched: whether attend gives a row of a batch the bits that it has alone; it is then
+            called once for all rows of a narrow step that see equally many blocks of keys.
 
     Returns:
         [T, H, d] in q's dtype; rows from num_tokens on are zero.
@@ -133,22 +143,28 @@ def attend_to_session(
     positions = step_positions(position, count)
     out = q.new_zeros(q.shape)
 
-    def attend_to(rows: slice, begin: int, end: int) -> Tensor:
-        """Rows of the step over the keys at positions begin..end-1."""
-        distance = positions[rows, None] - torch.arange(begin, end, device=q.device)
+    if len(q) > MAX_VERIFY_TOKENS:
+        distance = positions[:, None] - torch.arange(oldest, first + count, device=q.device)
         is_masked = distance < 0
         if window:
             is_masked |= distance >= window
-        seen = slice(begin - oldest, end - oldest)
-        return attend(rows, keys[seen], values[seen], distance, is_masked)
-
-    if len(q) > MAX_VERIFY_TOKENS:
-        out[:count] = attend_to(slice(0, count), oldest, first + count)
-    else:
-        # Each row exactly as a decode step at its position: same keys, same shapes.
-        for i in range(count):
-            begin, end = _oldest_key(first + i, window), first + i + 1
-            out[i : i + 1] = attend_to(slice(i, i + 1), begin, end)
+        out[:count] = attend(slice(0, count), keys[None], values[None], distance, is_masked)
+        return out
+    # Each row exactly as a decode step at its position: same keys, same shapes.
+    begins = [_oldest_key(first + i, window) for i in range(count)]
+    block = _KEY_BLOCK if is_batched else 1
+    sizes = [-(-(first + i + 1 - begin) // block) * block for i, begin in enumerate(begins)]
+    row = 0
+    while row < count:
+        # A row sees at least as many keys as the row before it.
+        stop = row + (sizes[row:].count(sizes[row]) if is_batched else 1)
+        rows = slice(row, stop)
+        begin = torch.tensor(begins[rows], device=q.device)[:, None]
+        distance = positions[rows, None] - begin - torch.arange(sizes[row], device=q.device)
+        # In place of keys beyond the row, which are masked, its own.
+        seen = positions[rows, None] - distance.clamp(min=0) - oldest
+        out[rows] = attend(rows, keys[seen], values[seen], distance, distance < 0)
+        row = stop
     return out
 
 

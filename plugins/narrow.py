@@ -1,0 +1,89 @@
+"""Arithmetic of narrow steps: a row has the same bits whatever the number of rows beside it.
+
+A decode or verify step has at most MAX_VERIFY_TOKENS rows; "T-invariance" in docs/architecture.md
+says why their bits must not depend on how many. What torch guarantees by itself, and references
+therefore simply write for all rows:
+
+- +, -, *, /, sqrt and rsqrt round each element correctly, wherever it stands;
+- a softmax, sum, mean or norm over the last dimension adds each row by itself, in an order that
+  its length alone decides (below 32768 elements, which threads do not share).
+
+What it does not guarantee has a function here. Wider steps are evaluated as torch does by itself,
+like the reference models.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inkrt.plugins.registry import MAX_VERIFY_TOKENS
+
+# Vector loops of torch take this many elements, or a divisor of it, at a time.
+_LANES = 64
+# From this many elements on, torch may split a loop between threads, at any place.
+_SPLIT = 2**15
+
+
+def row_by_row(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Evaluate `function` on one row at a time if the step is narrow, else on all rows at once.
+
+    For float32 products of matrices: their library chooses its summation order by the number of
+    rows, and by the alignment of their memory.
+
+    Args:
+        function: takes tensors of shape [T, ...] and returns one of shape [T, ...].
+        rows: its arguments, equal in their first dimension T.
+    """
+    num_rows = rows[0].shape[0]
+    if num_rows > MAX_VERIFY_TOKENS:
+        return function(*rows)
+    # The clones give every row the same alignment.
+    return torch.cat([function(*(x[i : i + 1].clone() for x in rows)) for i in range(num_rows)])
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of single elements, such as `torch.sigmoid`, to a step of any width.
+
+    Args:
+        function: works on each element by itself.
+        x: float32 [T, ...].
+    """
+    return function(x) if len(x) > MAX_VERIFY_TOKENS else elementwise_rows(function, x)
+
+
+def elementwise_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of single elements to rows that belong to a narrow step.
+
+    Vector loops and the scalar loop for what remains behind them round transcendental functions
+    differently. Rows of whole vectors leave nothing to scalar loops; others are evaluated alone.
+
+    Args:
+        function: works on each element by itself.
+        x: float32 [n, ...], any number of rows.
+    """
+    if x[0].numel() % _LANES == 0 and x.numel() < _SPLIT:
+        return function(x)
+    return torch.cat([function(row) for row in x.split(1)])
+
+
+def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply rows by a transposed weight, as `F.linear` does.
+
+    In bfloat16 a narrow step is filled up to MAX_VERIFY_TOKENS rows: for a product of one shape
+    every row is added in the same order.
+
+    Args:
+        x: float32 or bfloat16 [T, ..., K].
+        weight: [N, K], dtype of x.
+
+    Returns:
+        [T, ..., N] in x's dtype.
+    """
+    missing = MAX_VERIFY_TOKENS - len(x)
+    if missing < 0 or (missing == 0 and x.dtype is torch.bfloat16):
+        return F.linear(x, weight)
+    if x.dtype is not torch.bfloat16:
+        return row_by_row(lambda row: F.linear(row, weight), x)
+    return F.linear(torch.cat([x, x.new_zeros(missing, *x.shape[1:])]), weight)[: len(x)]
