@@ -13,6 +13,7 @@ like the reference models.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +25,15 @@ from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 _LANES = 64
 # From this many elements on, torch may split a loop between threads, at any place.
 _SPLIT = 2**15
+# Bytes to whose multiples torch aligns tensors.
+_ALIGNMENT = 64
 
 
 def row_by_row(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     """Evaluate `function` on one row at a time if the step is narrow, else on all rows at once.
 
-    For float32 products of matrices: their library chooses its summation order by the number of
-    rows, and by the alignment of their memory.
+    For products of matrices: their library chooses its summation order by the number of rows, of
+    matrices in a batch, and by the alignment of their memory.
 
     Args:
         function: takes tensors of shape [T, ...] and returns one of shape [T, ...].
@@ -39,8 +42,17 @@ def row_by_row(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     num_rows = rows[0].shape[0]
     if num_rows > MAX_VERIFY_TOKENS:
         return function(*rows)
-    # The clones give every row the same alignment.
-    return torch.cat([function(*(x[i : i + 1].clone() for x in rows)) for i in range(num_rows)])
+    columns = [_aligned_rows(x) for x in rows]
+    results = [function(*row) for row in zip(*columns, strict=True)]
+    return results[0] if num_rows == 1 else torch.cat(results)
+
+
+def _aligned_rows(x: Tensor) -> list[Tensor]:
+    """Rows [1, ...] of x [T, ...], each aligned as a new tensor is."""
+    rows = x.split(1)
+    if x.data_ptr() % _ALIGNMENT or x.stride(0) * x.itemsize % _ALIGNMENT:
+        return [row.clone() for row in rows]
+    return list(rows)
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -82,8 +94,13 @@ def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
         [T, ..., N] in x's dtype.
     """
     missing = MAX_VERIFY_TOKENS - len(x)
-    if missing < 0 or (missing == 0 and x.dtype is torch.bfloat16):
-        return F.linear(x, weight)
     if x.dtype is not torch.bfloat16:
         return row_by_row(lambda row: F.linear(row, weight), x)
-    return F.linear(torch.cat([x, x.new_zeros(missing, *x.shape[1:])]), weight)[: len(x)]
+    if missing <= 0:
+        return F.linear(x, weight)
+    return F.linear(torch.cat([x, _zeros(missing, *x.shape[1:])]), weight)[: len(x)]
+
+
+@lru_cache
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)

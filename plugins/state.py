@@ -6,6 +6,7 @@ Indexing by position is what makes rolling back a step a matter of forgetting it
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ def step_positions(position: Tensor, num_tokens: int) -> Tensor:
     return position.long() + torch.arange(num_tokens, device=position.device)
 
 
+@lru_cache
+def _ring_rows(begin: int, end: int, num_rows: int, device: torch.device) -> Tensor:
+    """Rows of a ring that keep positions begin..end-1, int64; shared by launches of a step."""
+    return torch.arange(begin, end, device=device) % num_rows
+
+
 def write_step(
     buffer: Tensor,
     rows: Tensor,
@@ -66,10 +73,14 @@ def write_step(
         slot: int32 [1].
         page_table: as for `locate`.
     """
-    count = int(num_tokens)
-    first = max(count - buffer.shape[1], 0) if page_table is None else 0
-    positions = torch.arange(int(position) + first, int(position) + count, device=buffer.device)
-    buffer[locate(buffer, positions, slot, page_table)] = rows[first:count]
+    begin, count = int(position), int(num_tokens)
+    if page_table is None:
+        first = max(count - buffer.shape[1], 0)
+        where = _ring_rows(begin + first, begin + count, buffer.shape[1], buffer.device)
+        buffer[int(slot)][where] = rows[first:count]
+    else:
+        positions = torch.arange(begin, begin + count, device=buffer.device)
+        buffer[locate(buffer, positions, slot, page_table)] = rows[:count]
 
 
 def with_older_rows(
@@ -89,9 +100,11 @@ def with_older_rows(
     """
     first = int(position)
     missing = max(num_older - first, 0)
-    positions = torch.arange(first - num_older + missing, first, device=buffer.device)
-    older = buffer[locate(buffer, positions, slot, None)]
-    return torch.cat([buffer.new_zeros(missing, *buffer.shape[2:]), older, rows])
+    where = _ring_rows(first - num_older + missing, first, buffer.shape[1], buffer.device)
+    older = buffer[int(slot)][where]
+    if missing:
+        older = torch.cat([buffer.new_zeros(missing, *buffer.shape[2:]), older])
+    return torch.cat([older, rows])
 
 
 def attend_to_session(
@@ -129,8 +142,8 @@ def attend_to_session(
         num_tokens: int32 [1], valid rows.
         slot: int32 [1].
         window: number of keys a row sees, itself included; 0 for all.
-        is_batched: whether attend gives a row of a batch the bits that it has alone; it is then
-            called once for all rows of a narrow step that see equally many blocks of keys.
+        is_batched: whether attend takes several rows of a narrow step, giving each the bits that it
+            has alone: those that see equally many blocks of keys, with some keys masked.
 
     Returns:
         [T, H, d] in q's dtype; rows from num_tokens on are zero.

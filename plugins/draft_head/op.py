@@ -275,6 +275,10 @@ def draft_head(
     logits = torch.full((num_rows, vocab_size), -torch.inf)
     tokens = torch.empty(num_rows, dtype=torch.int32)
     confidences = torch.empty(0 if confidence_proj is None else num_rows)
+    # Bits of greedy draws are not looked at.
+    bits = token_bits(
+        int(seed), positions[: 0 if is_greedy else num_rows], purpose, vocab_size, anchor_position
+    )
     second = markov_w2.float()
     state, previous = torch.zeros(markov_w1.shape[1]), int(anchor)
     for row in range(num_rows):
@@ -286,10 +290,7 @@ def draft_head(
         logits[row, ids] = drafted
         scores = logits[row]
         if not is_greedy:
-            bits = token_bits(
-                int(seed), positions[row : row + 1], purpose, vocab_size, anchor_position
-            )
-            scores = gumbel(bits[0]) + filtered_logits(
+            scores = gumbel(bits[row].clone()) + filtered_logits(
                 scores.clone(), float(temperature), int(top_k), float(top_p), float(min_p)
             )
         if confidence_proj is not None:

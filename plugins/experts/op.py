@@ -176,8 +176,16 @@ def experts(
 def _by_expert(
     expert_ids: Tensor, first: int, weights: Tensor
 ) -> tuple[list[int], list[int], Tensor]:
-    """Indices into the weights of the chosen experts, ascending, how many tokens chose each, and
-    which elements of the flattened ids these choices are, int64.
+    """Sort the choices of tokens by expert.
+
+    Args:
+        expert_ids: int32 [T, K].
+        first: id of the first of the weights' experts.
+        weights: [L, ...].
+
+    Returns:
+        Indices into the weights of the chosen experts, ascending; how many tokens chose each; and
+        int64 [sum], which elements of the flattened ids these choices are, tokens ascending.
     """
     local = expert_ids.flatten() - first
     count = Counter(local.tolist())

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from inkrt.plugins.caseutil import normal, weight_arguments
 from inkrt.plugins.linear.op import linear
-from inkrt.plugins.nvfp4 import dequantize, fit_weight
 from inkrt.plugins.narrow import linear_rows
+from inkrt.plugins.nvfp4 import dequantize, fit_weight
 from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 

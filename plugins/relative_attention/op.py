@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal, shuffled_pages, step_arguments
-from inkrt.plugins.narrow import linear_rows
+from inkrt.plugins.narrow import linear_rows, row_by_row
 from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 from inkrt.plugins.state import attend_to_session, fit_attention
@@ -152,7 +152,7 @@ def relative_attention(
         bias = _bias(rel[rows], bank, distance)
         return _attention(q[rows], keys, values, bias, sinks[rows], is_masked, scale)
 
-    # In bfloat16 a product of matrices has the same bits however many there are in a batch.
+    # Masked keys change the order of additions, in bfloat16 below what its roundings show.
     return attend_to_session(
         attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window,
         is_batched=q.dtype is torch.bfloat16,
@@ -182,18 +182,20 @@ def _attention(
     b is 1 if the rows share the keys, else n. The bias is [n, H, S], the sinks [n, H] and the mask
     bool [n, S].
     """
-    num_rows, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     num_batches, _, num_kv, _ = keys.shape
     groups = num_heads // num_kv
 
     def by_head(x: Tensor) -> Tensor:
         """[b, S, KV, d] to [b, H, S, d]."""
-        return x.transpose(1, 2).repeat_interleave(groups, dim=1)
+        x = x.transpose(1, 2)[:, :, None].expand(-1, -1, groups, -1, -1)
+        return x.reshape(num_batches, num_heads, -1, head_dim)
 
     queries = q.view(num_batches, -1, num_heads, head_dim).transpose(1, 2)  # [b, H, n / b, d]
-    scores = (queries @ by_head(keys).transpose(2, 3) * scale).transpose(1, 2).flatten(0, 1)
+    products = row_by_row(torch.matmul, queries, by_head(keys).transpose(2, 3))
+    scores = (products * scale).transpose(1, 2).flatten(0, 1)
     scores = (scores + bias).masked_fill(is_masked[:, None], float("-inf"))
     logits = torch.cat([scores, sinks[..., None]], dim=-1).float()  # [n, H, S + 1]
     probabilities = torch.softmax(logits, dim=-1)[..., :-1].to(q.dtype)
-    weights = probabilities.view(num_batches, -1, num_heads, probabilities.shape[-1])
-    return (weights.transpose(1, 2) @ by_head(values)).transpose(1, 2).reshape(q.shape)
+    weights = probabilities.view(num_batches, -1, *probabilities.shape[1:]).transpose(1, 2)
+    return row_by_row(torch.matmul, weights, by_head(values)).transpose(1, 2).reshape(q.shape)

@@ -99,7 +99,7 @@ def short_conv(
     products = (inputs.unfold(0, taps, 1) * weight.double()).unbind(-1)  # W of [T, C]
     mixed = products[0].float()
     for product in products[1:]:
-        mixed = (mixed + product).float()
+        mixed += product
     out = (mixed + x.float()) / math.sqrt(taps + 1)
     write_step(state, x, position, num_tokens, slot)
     return out.to(x.dtype)
