@@ -153,32 +153,55 @@ def attend_to_session(
     where = locate(k_cache, torch.arange(oldest, first, device=q.device), slot, page_table)
     keys = torch.cat([k_cache[where], k[:count]])
     values = torch.cat([v_cache[where], v[:count]])
-    positions = step_positions(position, count)
     out = q.new_zeros(q.shape)
-
     if len(q) > MAX_VERIFY_TOKENS:
+        positions = step_positions(position, count)
         distance = positions[:, None] - torch.arange(oldest, first + count, device=q.device)
         is_masked = distance < 0
         if window:
             is_masked |= distance >= window
         out[:count] = attend(slice(0, count), keys[None], values[None], distance, is_masked)
         return out
-    # Each row exactly as a decode step at its position: same keys, same shapes.
+    for rows, seen, distance, is_masked in _sights(first, count, window, is_batched, q.device):
+        out[rows] = attend(rows, keys[seen], values[seen], distance, is_masked)
+    return out
+
+
+@lru_cache(maxsize=16)
+def _sights(
+    first: int, count: int, window: int, is_batched: bool, device: torch.device
+) -> list[tuple[slice, Tensor, Tensor, Tensor]]:
+    """What the rows of a narrow step see; launches of a step share it.
+
+    A row is treated exactly as in a decode step at its position: same keys, same shapes.
+
+    Args:
+        first: position of row 0.
+        count: valid rows.
+        window: number of keys a row sees, itself included; 0 for all.
+        is_batched: see `attend_to_session`.
+        device: of the results.
+
+    Returns:
+        Rows and, int64 [n, S] each, the keys they see, counted from the oldest one of row 0, and
+        their distances; and which are masked, bool [n, S].
+    """
     begins = [_oldest_key(first + i, window) for i in range(count)]
     block = _KEY_BLOCK if is_batched else 1
     sizes = [-(-(first + i + 1 - begin) // block) * block for i, begin in enumerate(begins)]
+    sights = []
     row = 0
     while row < count:
         # A row sees at least as many keys as the row before it.
         stop = row + (sizes[row:].count(sizes[row]) if is_batched else 1)
-        rows = slice(row, stop)
-        begin = torch.tensor(begins[rows], device=q.device)[:, None]
-        distance = positions[rows, None] - begin - torch.arange(sizes[row], device=q.device)
+        begin = torch.tensor(begins[row:stop], device=device)[:, None]
+        own = torch.arange(first + row, first + stop, device=device)[:, None]
+        distance = own - begin - torch.arange(sizes[row], device=device)
         # In place of keys beyond the row, which are masked, its own.
-        seen = positions[rows, None] - distance.clamp(min=0) - oldest
-        out[rows] = attend(rows, keys[seen], values[seen], distance, distance < 0)
+        seen = own - distance.clamp(min=0) - begins[0]
+        sights.append((slice(row, stop), seen, distance, distance < 0))
         row = stop
-    return out
+    return sights
 
 
 def fit_attention(
