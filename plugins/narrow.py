@@ -13,7 +13,6 @@ like the reference models.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -49,10 +48,10 @@ def row_by_row(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
 
 def _aligned_rows(x: Tensor) -> list[Tensor]:
     """Rows [1, ...] of x [T, ...], each aligned as a new tensor is."""
-    rows = x.split(1)
+    rows = [x[i : i + 1] for i in range(len(x))]
     if x.data_ptr() % _ALIGNMENT or x.stride(0) * x.itemsize % _ALIGNMENT:
         return [row.clone() for row in rows]
-    return list(rows)
+    return rows
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -77,14 +76,11 @@ def elementwise_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """
     if x[0].numel() % _LANES == 0 and x.numel() < _SPLIT:
         return function(x)
-    return torch.cat([function(row) for row in x.split(1)])
+    return torch.cat([function(x[i : i + 1]) for i in range(len(x))])
 
 
 def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply rows by a transposed weight, as `F.linear` does.
-
-    In bfloat16 a narrow step is filled up to MAX_VERIFY_TOKENS rows: for a product of one shape
-    every row is added in the same order.
 
     Args:
         x: float32 or bfloat16 [T, ..., K].
@@ -93,14 +89,4 @@ def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [T, ..., N] in x's dtype.
     """
-    missing = MAX_VERIFY_TOKENS - len(x)
-    if x.dtype is not torch.bfloat16:
-        return row_by_row(lambda row: F.linear(row, weight), x)
-    if missing <= 0:
-        return F.linear(x, weight)
-    return F.linear(torch.cat([x, _zeros(missing, *x.shape[1:])]), weight)[: len(x)]
-
-
-@lru_cache
-def _zeros(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.bfloat16)
+    return row_by_row(lambda rows: F.linear(rows, weight), x)

@@ -19,9 +19,6 @@ from inkrt.plugins.shapes import Axes
 # of sight, bool [n, S].
 Attend = Callable[[slice, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Batched rows of a narrow step see a multiple of this many keys, some of them masked.
-_KEY_BLOCK = 64
-
 
 def locate(
     buffer: Tensor, positions: Tensor, slot: Tensor, page_table: Tensor | None
@@ -143,7 +140,7 @@ def attend_to_session(
         slot: int32 [1].
         window: number of keys a row sees, itself included; 0 for all.
         is_batched: whether attend takes several rows of a narrow step, giving each the bits that it
-            has alone: those that see equally many blocks of keys, with some keys masked.
+            has alone: those that see equally many keys.
 
     Returns:
         [T, H, d] in q's dtype; rows from num_tokens on are zero.
@@ -184,22 +181,19 @@ def _sights(
 
     Returns:
         Rows and, int64 [n, S] each, the keys they see, counted from the oldest one of row 0, and
-        their distances; and which are masked, bool [n, S].
+        their distances; and which are masked, bool [n, S], none of them.
     """
     begins = [_oldest_key(first + i, window) for i in range(count)]
-    block = _KEY_BLOCK if is_batched else 1
-    sizes = [-(-(first + i + 1 - begin) // block) * block for i, begin in enumerate(begins)]
+    sizes = [first + i + 1 - begin for i, begin in enumerate(begins)]
     sights = []
     row = 0
     while row < count:
         # A row sees at least as many keys as the row before it.
         stop = row + (sizes[row:].count(sizes[row]) if is_batched else 1)
         begin = torch.tensor(begins[row:stop], device=device)[:, None]
-        own = torch.arange(first + row, first + stop, device=device)[:, None]
-        distance = own - begin - torch.arange(sizes[row], device=device)
-        # In place of keys beyond the row, which are masked, its own.
-        seen = own - distance.clamp(min=0) - begins[0]
-        sights.append((slice(row, stop), seen, distance, distance < 0))
+        seen = begin + torch.arange(sizes[row], device=device)
+        distance = torch.arange(first + row, first + stop, device=device)[:, None] - seen
+        sights.append((slice(row, stop), seen - begins[0], distance, distance < 0))
         row = stop
     return sights
 

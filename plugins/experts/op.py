@@ -156,10 +156,13 @@ def experts(
     total = torch.zeros(x.shape, dtype=torch.float32)
 
     # Tokens in ascending order: the matrix product sees its rows as the reference model's does.
-    hidden = [linear(x[t], gate_up[e]) for e, t in zip(own, tokens.split(counts), strict=True)]
+    hidden = [
+        linear(x[t], gate_up[e]) for e, t in zip(own, torch.split(tokens, counts), strict=True)
+    ]
     if is_narrow and own:
         # All experts at once.
-        gated = _gated(elementwise_rows, torch.cat(hidden), gate_softcap, up_softcap).split(counts)
+        together = _gated(elementwise_rows, torch.cat(hidden), gate_softcap, up_softcap)
+        gated = list(torch.split(together, counts))
     else:
         gated = [_gated(_whole, both, gate_softcap, up_softcap) for both in hidden]
     if is_slice:

@@ -152,10 +152,9 @@ def relative_attention(
         bias = _bias(rel[rows], bank, distance)
         return _attention(q[rows], keys, values, bias, sinks[rows], is_masked, scale)
 
-    # Masked keys change the order of additions, in bfloat16 below what its roundings show.
     return attend_to_session(
         attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window,
-        is_batched=q.dtype is torch.bfloat16,
+        is_batched=True,
     )  # fmt: skip
 
 

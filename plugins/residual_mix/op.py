@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, Case, operator
+from inkrt.plugins.narrow import row_by_row
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -81,13 +82,7 @@ def residual_mix(sources: Sequence[Tensor], queries: Tensor, eps: float) -> Tens
     scale = queries.shape[1] ** -0.5
     states = torch.stack([source.float() for source in sources], dim=1)  # [T, n, D]
     states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps)
-    if len(states) > MAX_VERIFY_TOKENS:
-        logits = queries.expand(len(states), -1, -1) @ states.transpose(1, 2) * scale  # [T, m, n]
-        return (torch.softmax(logits, dim=-1) @ states).transpose(0, 1).contiguous()
-    # The same with sums of rows, which are T-invariant, instead of products of matrices.
-    logits = (queries[:, None, None] * states).sum(dim=-1) * scale  # [m, T, n]
-    weights = torch.softmax(logits, dim=-1)[..., None]
-    mixed = weights[:, :, 0] * states[:, 0]
-    for source in range(1, len(sources)):
-        mixed += weights[:, :, source] * states[:, source]
-    return mixed
+    all_queries = queries.expand(len(states), -1, -1)
+    logits = row_by_row(torch.matmul, all_queries, states.transpose(1, 2)) * scale  # [T, m, n]
+    mixed = row_by_row(torch.matmul, torch.softmax(logits, dim=-1), states)
+    return mixed.transpose(0, 1).contiguous()
