@@ -13,6 +13,7 @@ like the reference models.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,9 @@ def elementwise_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply rows by a transposed weight, as `F.linear` does.
 
+    In bfloat16 a narrow step is filled up to MAX_VERIFY_TOKENS rows and multiplied at once where a
+    product of that shape adds in the order of a product of one row.
+
     Args:
         x: float32 or bfloat16 [T, ..., K].
         weight: [N, K], dtype of x.
@@ -89,4 +93,34 @@ def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [T, ..., N] in x's dtype.
     """
+    num_rows = len(x)
+    if (
+        1 < num_rows <= MAX_VERIFY_TOKENS
+        and x.dim() == 2
+        and x.dtype is torch.bfloat16
+        and weight.is_contiguous()
+        and _adds_like_one_row(*weight.shape, torch.get_num_threads())
+    ):
+        filling = x.new_zeros(MAX_VERIFY_TOKENS - num_rows, x.shape[1])
+        return F.linear(torch.cat([x, filling]), weight)[:num_rows]
     return row_by_row(lambda rows: F.linear(rows, weight), x)
+
+
+@cache
+def _adds_like_one_row(num_outputs: int, width: int, num_threads: int) -> bool:  # noqa: ARG001
+    """Whether products of MAX_VERIFY_TOKENS rows and of one have the same order of additions.
+
+    It depends on the shape, the processor and the library, so it is tried, on rows whose products
+    cancel exactly: all that is left is the rounding noise of the order.
+    """
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(width, generator=generator)
+
+    def rows(count: int, sign: int) -> Tensor:
+        half = torch.randn(count, width // 2, generator=generator).bfloat16()
+        rest = torch.zeros(count, width % 2, dtype=torch.bfloat16)
+        return torch.cat([half, sign * half, rest], dim=1)[:, order].contiguous()
+
+    x, weight = rows(MAX_VERIFY_TOKENS, 1), rows(num_outputs, -1)
+    alone = torch.cat([F.linear(x[i : i + 1].clone(), weight) for i in range(len(x))])
+    return torch.equal(F.linear(x, weight), alone)
