@@ -17,8 +17,8 @@ from torch import Tensor
 
 NAMESPACE = "ink"
 
-# A verify step has at most this many tokens. References evaluate such steps one row at a time, so
-# that a row has the same bits whatever the width of the step (see `row_by_row`).
+# A verify step has at most this many tokens. A row of such a step has the same bits whatever the
+# width of the step (see `plugins.narrow`).
 MAX_VERIFY_TOKENS = 8
 
 Arguments = dict[str, Any]
@@ -134,20 +134,3 @@ def plugins() -> dict[str, Plugin]:
     for op_file in sorted(Path(__file__).parent.glob("*/op.py")):
         import_module(f"inkrt.plugins.{op_file.parent.name}.op")
     return dict(sorted(_PLUGINS.items()))
-
-
-def row_by_row(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Evaluate `function` on one row at a time if the step is narrow, else on all rows at once.
-
-    Matrix libraries choose their summation order by the number of rows. A decode or verify step
-    (at most MAX_VERIFY_TOKENS rows) must not: "T-invariance" in docs/architecture.md.
-
-    Args:
-        function: takes tensors of shape [T, ...] and returns one of shape [T, ...].
-        rows: its arguments, equal in their first dimension T.
-    """
-    num_rows = rows[0].shape[0]
-    if num_rows == 1 or num_rows > MAX_VERIFY_TOKENS:
-        return function(*rows)
-    # The clones give every row the alignment that a one-row step's tensor has.
-    return torch.cat([function(*(x[i : i + 1].clone() for x in rows)) for i in range(num_rows)])

@@ -6,6 +6,7 @@ Indexing by position is what makes rolling back a step a matter of forgetting it
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from torch import Tensor
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.shapes import Axes
 
-# Attention of some rows of a step over keys and values [S, KV, d]: takes the rows, keys, values,
-# int64 distances [n, S] from row to key, and where they are out of sight, bool [n, S].
+# Attention of some rows of a step, [n, H, d]: takes the rows, their keys and values, [1, S, KV, d]
+# for all or [n, S, KV, d] for each, int64 distances [n, S] from row to key, and where keys are out
+# of sight, bool [n, S].
 Attend = Callable[[slice, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -44,6 +46,12 @@ def step_positions(position: Tensor, num_tokens: int) -> Tensor:
     return position.long() + torch.arange(num_tokens, device=position.device)
 
 
+@lru_cache
+def _ring_rows(begin: int, end: int, num_rows: int, device: torch.device) -> Tensor:
+    """Rows of a ring that keep positions begin..end-1, int64; shared by launches of a step."""
+    return torch.arange(begin, end, device=device) % num_rows
+
+
 def write_step(
     buffer: Tensor,
     rows: Tensor,
@@ -62,10 +70,14 @@ def write_step(
         slot: int32 [1].
         page_table: as for `locate`.
     """
-    count = int(num_tokens)
-    first = max(count - buffer.shape[1], 0) if page_table is None else 0
-    positions = step_positions(position, count)[first:]
-    buffer[locate(buffer, positions, slot, page_table)] = rows[first:count]
+    begin, count = int(position), int(num_tokens)
+    if page_table is None:
+        first = max(count - buffer.shape[1], 0)
+        where = _ring_rows(begin + first, begin + count, buffer.shape[1], buffer.device)
+        buffer[int(slot)][where] = rows[first:count]
+    else:
+        positions = torch.arange(begin, begin + count, device=buffer.device)
+        buffer[locate(buffer, positions, slot, page_table)] = rows[:count]
 
 
 def with_older_rows(
@@ -83,9 +95,12 @@ def with_older_rows(
     Returns:
         [num_older + T, ...]; row i is at position - num_older + i.
     """
-    positions = step_positions(position, num_older) - num_older
-    older = buffer[locate(buffer, positions, slot, None)]
-    older[positions < 0] = 0
+    first = int(position)
+    missing = max(num_older - first, 0)
+    where = _ring_rows(first - num_older + missing, first, buffer.shape[1], buffer.device)
+    older = buffer[int(slot)][where]
+    if missing:
+        older = torch.cat([buffer.new_zeros(missing, *buffer.shape[2:]), older])
     return torch.cat([older, rows])
 
 
@@ -102,6 +117,8 @@ def attend_to_session(
     slot: Tensor,
     window: int,
     first_key: int = 0,
+    *,
+    is_batched: bool = False,
 ) -> Tensor:
     """Run attention of the valid rows of a step over all keys that they see.
 
@@ -111,7 +128,8 @@ def attend_to_session(
 
     Args:
         attend: called with rows that have a key and end at num_tokens at most; for steps of up to
-            MAX_VERIFY_TOKENS rows once per row, with the keys and shapes of a decode step there.
+            MAX_VERIFY_TOKENS rows once per row, with the keys and shapes of a decode step there, or
+            `is_batched`.
         q: [T, H, d].
         k: [T, KV, d], keys of the step.
         v: like k.
@@ -123,6 +141,8 @@ def attend_to_session(
         slot: int32 [1].
         window: number of keys a row sees, itself included; 0 for all.
         first_key: position of the first key that there is.
+        is_batched: whether attend takes several rows of a narrow step, giving each the bits that it
+            has alone: those that see equally many keys.
 
     Returns:
         [T, H, d] in q's dtype; rows from num_tokens on, and those without a key, are zero.
@@ -132,28 +152,68 @@ def attend_to_session(
     where = locate(k_cache, torch.arange(oldest, first, device=q.device), slot, page_table)
     keys = torch.cat([k_cache[where], k[:count]])
     values = torch.cat([v_cache[where], v[:count]])
-    positions = step_positions(position, count)
     out = q.new_zeros(q.shape)
-
-    def attend_to(rows: slice, begin: int, end: int) -> Tensor:
-        """Rows of the step over the keys at positions begin..end-1."""
-        distance = positions[rows, None] - torch.arange(begin, end, device=q.device)
-        is_masked = distance < 0
-        if window:
-            is_masked |= distance >= window
-        seen = slice(begin - oldest, end - oldest)
-        return attend(rows, keys[seen], values[seen], distance, is_masked)
-
-    start = max(first_key - first, 0)
-    if len(q) > MAX_VERIFY_TOKENS and start < count:
-        begin = max(oldest, first_key)
-        out[start:count] = attend_to(slice(start, count), begin, first + count)
-    elif len(q) <= MAX_VERIFY_TOKENS:
-        # Each row exactly as a decode step at its position: same keys, same shapes.
-        for i in range(start, count):
-            begin, end = _oldest_key(first + i, window, first_key), first + i + 1
-            out[i : i + 1] = attend_to(slice(i, i + 1), begin, end)
+    start = max(first_key - first, 0)  # rows before it have no key
+    if len(q) > MAX_VERIFY_TOKENS:
+        if start < count:
+            begin = max(oldest, first_key)
+            positions = step_positions(position, count)[start:]
+            distance = positions[:, None] - torch.arange(begin, first + count, device=q.device)
+            is_masked = distance < 0
+            if window:
+                is_masked |= distance >= window
+            seen = slice(begin - oldest, None)
+            out[start:count] = attend(
+                slice(start, count), keys[None, seen], values[None, seen], distance, is_masked
+            )
+        return out
+    sights = _sights(first, start, count, window, first_key, is_batched, q.device)
+    for rows, seen_at, distance, is_masked in sights:
+        places = seen_at - oldest
+        out[rows] = attend(rows, keys[places], values[places], distance, is_masked)
     return out
+
+
+@lru_cache(maxsize=16)
+def _sights(
+    first: int,
+    start: int,
+    count: int,
+    window: int,
+    first_key: int,
+    is_batched: bool,
+    device: torch.device,
+) -> list[tuple[slice, Tensor, Tensor, Tensor]]:
+    """What the rows of a narrow step see; launches of a step share it.
+
+    A row is treated exactly as in a decode step at its position: same keys, same shapes.
+
+    Args:
+        first: position of row 0.
+        start: first row with a key.
+        count: valid rows.
+        window: number of keys a row sees, itself included; 0 for all.
+        first_key: position of the first key that there is.
+        is_batched: see `attend_to_session`.
+        device: of the results.
+
+    Returns:
+        Rows and, int64 [n, S] each, the positions of the keys they see and their distances; and
+        which are masked, bool [n, S], none of them.
+    """
+    begins = [_oldest_key(first + i, window, first_key) for i in range(count)]
+    sizes = [first + i + 1 - begin for i, begin in enumerate(begins)]
+    sights = []
+    row = start
+    while row < count:
+        # A row sees at least as many keys as the row before it.
+        stop = row + (sizes[row:].count(sizes[row]) if is_batched else 1)
+        begin = torch.tensor(begins[row:stop], device=device)[:, None]
+        seen = begin + torch.arange(sizes[row], device=device)
+        distance = torch.arange(first + row, first + stop, device=device)[:, None] - seen
+        sights.append((slice(row, stop), seen, distance, distance < 0))
+        row = stop
+    return sights
 
 
 def fit_attention(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -88,9 +88,5 @@ def add_rms_norm(
         The new residual and its norm, [T, D] each; never views of an argument.
     """
     total = x.float() if delta is None else x.float() + delta.float()
-
-    def normalize(rows: Tensor) -> Tensor:
-        out = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.float()
-        return out.to(dtype)
-
-    return total.to(dtype, copy=True), row_by_row(normalize, total)
+    out = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return total.to(dtype, copy=True), out.to(dtype)

@@ -17,12 +17,16 @@ before they are rounded. Ranks share the experts in one of two ways:
   d is in parts too and stays float32.
 """
 
+from collections import Counter
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inkrt.plugins.caseutil import int32, normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.narrow import elementwise_rows, linear_rows
+from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -113,50 +117,6 @@ def cases() -> list[Case]:
     ]
 
 
-def _cap(x: Tensor, cap: float) -> Tensor:
-    return torch.tanh(x / cap) * cap
-
-
-def _expert(
-    x: Tensor, gate_up: Tensor, down: Tensor, gate_softcap: float, up_softcap: float, is_slice: bool
-) -> Tensor:
-    """One expert on the n tokens routed to it: [n, D] -> [n, D]; float32 if only a slice of it."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    gate, up = gate.float(), up.float()
-    activation = (_cap(gate, gate_softcap) * torch.sigmoid(gate) * _cap(up, up_softcap)).to(x.dtype)
-    if is_slice:
-        return F.linear(activation.float(), down.float())
-    return F.linear(activation, down)
-
-
-def _sum_experts(
-    x: Tensor,
-    routing_weights: Tensor,
-    expert_ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    rank: Tensor | None,
-    gate_softcap: float,
-    up_softcap: float,
-    partial: bool,
-) -> Tensor:
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    # A definition may leave the sum over ranks to the builder's placement of collectives; what runs
-    # is one rank.
-    assert partial or rank is None, "a rank's share of the experts gives a partial sum only"
-    first = 0 if rank is None else int(rank) * len(down)
-    is_slice = partial and rank is None
-    for expert in sorted(set(expert_ids.flatten().tolist())):
-        own = expert - first
-        if not 0 <= own < len(down):
-            continue
-        # Tokens in ascending order: the matrix product sees its rows as the reference model's does.
-        token, place = (expert_ids == expert).nonzero(as_tuple=True)
-        y = _expert(x[token], gate_up[own], down[own], gate_softcap, up_softcap, is_slice)
-        total[token] += y.float() * routing_weights[token, place, None]
-    return total if partial else total.to(x.dtype)
-
-
 @operator("experts", fake=fake, cases=cases)
 def experts(
     x: Tensor,
@@ -185,11 +145,71 @@ def experts(
     Returns:
         [T, D] of x's dtype, or float32 if partial.
     """
-    return row_by_row(
-        lambda x, w, ids: _sum_experts(
-            x, w, ids, gate_up, down, rank, gate_softcap, up_softcap, partial
-        ),
-        x,
-        routing_weights,
-        expert_ids,
-    )
+    # A definition may leave the sum over ranks to the builder's placement of collectives; what runs
+    # is one rank.
+    assert partial or rank is None, "a rank's share of the experts gives a partial sum only"
+    is_slice = partial and rank is None
+    is_narrow = len(x) <= MAX_VERIFY_TOKENS
+    linear = linear_rows if is_narrow else F.linear
+    own, counts, pairs = _by_expert(expert_ids, 0 if rank is None else int(rank) * len(down), down)
+    tokens = pairs // expert_ids.shape[1]
+    total = torch.zeros(x.shape, dtype=torch.float32)
+
+    # Tokens in ascending order: the matrix product sees its rows as the reference model's does.
+    hidden = [
+        linear(x[t], gate_up[e]) for e, t in zip(own, torch.split(tokens, counts), strict=True)
+    ]
+    if is_narrow and own:
+        # All experts at once.
+        together = _gated(elementwise_rows, torch.cat(hidden), gate_softcap, up_softcap)
+        gated = list(torch.split(together, counts))
+    else:
+        gated = [_gated(_whole, both, gate_softcap, up_softcap) for both in hidden]
+    if is_slice:
+        outputs = [linear(a.float(), down[e].float()) for e, a in zip(own, gated, strict=True)]
+    else:
+        outputs = [linear(a, down[e]) for e, a in zip(own, gated, strict=True)]
+    if own:
+        weights = routing_weights.flatten()[pairs, None]
+        # One after the other, so a token's experts by ascending id.
+        total.index_add_(0, tokens, torch.cat(outputs).float() * weights)
+    return total if partial else total.to(x.dtype)
+
+
+def _by_expert(
+    expert_ids: Tensor, first: int, weights: Tensor
+) -> tuple[list[int], list[int], Tensor]:
+    """Sort the choices of tokens by expert.
+
+    Args:
+        expert_ids: int32 [T, K].
+        first: id of the first of the weights' experts.
+        weights: [L, ...].
+
+    Returns:
+        Indices into the weights of the chosen experts, ascending; how many tokens chose each; and
+        int64 [sum], which elements of the flattened ids these choices are, tokens ascending.
+    """
+    local = expert_ids.flatten() - first
+    count = Counter(local.tolist())
+    own = sorted(expert for expert in count if 0 <= expert < len(weights))
+    counts = [count[expert] for expert in own]
+    begin = sum(number for expert, number in count.items() if expert < 0)
+    return own, counts, local.argsort(stable=True)[begin : begin + sum(counts)]
+
+
+def _gated(
+    apply: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
+    both: Tensor,
+    gate_softcap: float,
+    up_softcap: float,
+) -> Tensor:
+    """Activation [n, F] of gate and up [n, 2 * F]; `apply` evaluates a function of elements."""
+    gate, up = both.float().chunk(2, dim=-1)
+    capped_gate = apply(torch.tanh, gate / gate_softcap) * gate_softcap
+    capped_up = apply(torch.tanh, up / up_softcap) * up_softcap
+    return (capped_gate * apply(torch.sigmoid, gate) * capped_up).to(both.dtype)
+
+
+def _whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)

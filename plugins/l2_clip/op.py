@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 # Keeps a zero vector finite; a constant of the model, not a setting of its configuration.
@@ -62,13 +62,9 @@ def l2_clip(x: Tensor, scale: Tensor | None, threshold: float) -> Tensor:
     Returns:
         Shape and dtype of x.
     """
-
-    def clip(rows: Tensor) -> Tensor:
-        wide = rows.float()
-        if scale is not None:
-            wide = wide * scale.float()
-        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        shrink = (threshold / (norm + NORM_EPS)).clamp(max=1.0)
-        return (wide * shrink).to(rows.dtype)
-
-    return row_by_row(clip, x)
+    wide = x.float()
+    if scale is not None:
+        wide = wide * scale.float()
+    norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    shrink = (threshold / (norm + NORM_EPS)).clamp(max=1.0)
+    return (wide * shrink).to(x.dtype)

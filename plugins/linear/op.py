@@ -8,11 +8,11 @@ Source: every projection of Inkling, Inkling-2 and Flint.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.narrow import linear_rows
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -64,4 +64,4 @@ def linear(x: Tensor, weight: Tensor, partial: bool) -> Tensor:
     """
     if partial:
         x, weight = x.float(), weight.float()
-    return row_by_row(lambda rows: F.linear(rows, weight), x)
+    return linear_rows(x, weight)

@@ -8,13 +8,13 @@ Source: every projection of a Flint NVFP4 checkpoint, flint.md sections 5 and 9.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal, weight_arguments
 from inkrt.plugins.linear.op import linear
+from inkrt.plugins.narrow import linear_rows
 from inkrt.plugins.nvfp4 import dequantize, fit_weight
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -75,7 +75,7 @@ def linear_nvfp4(
         [T, N] in x's dtype, or float32 if `partial`.
     """
     weight = dequantize(codes, scales, torch.float32)
-    out = row_by_row(lambda rows: F.linear(rows.float(), weight) * global_scale, x)
+    out = linear_rows(x.float(), weight) * global_scale
     return out if partial else out.to(x.dtype)
 
 

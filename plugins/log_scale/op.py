@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import int32, normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.narrow import elementwise
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 from inkrt.plugins.state import step_positions
 
@@ -62,9 +63,6 @@ def log_scale(x: Tensor, position: Tensor, n_floor: int, alpha: float) -> Tensor
     Returns:
         Shape and dtype of x.
     """
-
-    def grow(rows: Tensor, positions: Tensor) -> Tensor:
-        tau = 1.0 + alpha * torch.log(((positions + 1).float() / n_floor).clamp(min=1.0))
-        return (rows.float() * tau[:, None, None]).to(rows.dtype)
-
-    return row_by_row(grow, x, step_positions(position, len(x)))
+    positions = step_positions(position, len(x))
+    tau = 1.0 + alpha * elementwise(torch.log, ((positions + 1).float() / n_floor).clamp(min=1.0))
+    return (x.float() * tau[:, None, None]).to(x.dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal, shuffled_pages, step_arguments
+from inkrt.plugins.narrow import linear_rows, row_by_row
 from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 from inkrt.plugins.state import attend_to_session, fit_attention
@@ -168,22 +169,23 @@ def relative_attention(
     def attend(
         rows: slice, keys: Tensor, values: Tensor, distance: Tensor, is_masked: Tensor
     ) -> Tensor:
-        bias = _bias(rel[rows].clone(), bank, distance)
+        bias = _bias(rel[rows], bank, distance)
         row_sinks = None if sinks is None else sinks[rows]
-        return _attention(q[rows].clone(), keys, values, bias, row_sinks, is_masked, scale)
+        return _attention(q[rows], keys, values, bias, row_sinks, is_masked, scale)
 
     return attend_to_session(
-        attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window, first_key
-    )
+        attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window,
+        first_key, is_batched=True,
+    )  # fmt: skip
 
 
 def _bias(rel: Tensor, bank: Tensor, distance: Tensor) -> Tensor:
-    """Bias [H, n, S] of relative states [n, H, r] at distances int64 [n, S]."""
+    """Bias [n, H, S] of relative states [n, H, r] at distances int64 [n, S]."""
     extent = bank.shape[1]
-    by_distance = (rel @ bank).transpose(0, 1)  # [H, n, extent]
-    index = distance.clamp(0, extent - 1).expand(len(by_distance), -1, -1)
+    by_distance = linear_rows(rel, bank.T)  # [n, H, extent]
+    index = distance.clamp(0, extent - 1)[:, None].expand(-1, rel.shape[1], -1)
     outside = (distance < 0) | (distance >= extent)
-    return by_distance.gather(-1, index).masked_fill(outside, 0.0)
+    return by_distance.gather(-1, index).masked_fill(outside[:, None], 0.0)
 
 
 def _attention(
@@ -195,15 +197,25 @@ def _attention(
     is_masked: Tensor,
     scale: float,
 ) -> Tensor:
-    """Output [n, H, d] of q [n, H, d] over keys and values [S, KV, d].
+    """Output [n, H, d] of q [n, H, d] over keys and values [b, S, KV, d].
 
-    The bias is [H, n, S], the sinks [n, H] or None, and the mask bool [n, S].
+    b is 1 if the rows share the keys, else n. The bias is [n, H, S], the sinks [n, H] or None,
+    and the mask bool [n, S].
     """
-    groups = q.shape[1] // keys.shape[1]
-    keys = keys.transpose(0, 1).repeat_interleave(groups, dim=0)  # [H, S, d]
-    values = values.transpose(0, 1).repeat_interleave(groups, dim=0)
-    scores = q.transpose(0, 1) @ keys.transpose(1, 2) * scale
-    scores = (scores + bias).masked_fill(is_masked, float("-inf"))
-    logits = scores if sinks is None else torch.cat([scores, sinks.T[..., None]], dim=-1)
+    num_heads, head_dim = q.shape[1:]
+    num_batches, _, num_kv, _ = keys.shape
+    groups = num_heads // num_kv
+
+    def by_head(x: Tensor) -> Tensor:
+        """[b, S, KV, d] to [b, H, S, d]."""
+        x = x.transpose(1, 2)[:, :, None].expand(-1, -1, groups, -1, -1)
+        return x.reshape(num_batches, num_heads, -1, head_dim)
+
+    queries = q.view(num_batches, -1, num_heads, head_dim).transpose(1, 2)  # [b, H, n / b, d]
+    products = row_by_row(torch.matmul, queries, by_head(keys).transpose(2, 3))
+    scores = (products * scale).transpose(1, 2).flatten(0, 1)
+    scores = (scores + bias).masked_fill(is_masked[:, None], float("-inf"))
+    logits = scores if sinks is None else torch.cat([scores, sinks[..., None]], dim=-1)
     probabilities = torch.softmax(logits.float(), dim=-1)[..., : scores.shape[-1]].to(q.dtype)
-    return (probabilities @ values).transpose(0, 1)
+    weights = probabilities.view(num_batches, -1, *probabilities.shape[1:]).transpose(1, 2)
+    return row_by_row(torch.matmul, weights, by_head(values)).transpose(1, 2).reshape(q.shape)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.narrow import row_by_row
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -79,11 +80,9 @@ def residual_mix(sources: Sequence[Tensor], queries: Tensor, eps: float) -> Tens
         float32 [m, T, D], contiguous.
     """
     scale = queries.shape[1] ** -0.5
-
-    def mix(*rows: Tensor) -> Tensor:
-        states = torch.stack([row.float() for row in rows], dim=1)  # [T, n, D]
-        states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps)
-        logits = queries.expand(len(states), -1, -1) @ states.transpose(1, 2) * scale  # [T, m, n]
-        return torch.softmax(logits, dim=-1) @ states
-
-    return row_by_row(mix, *sources).transpose(0, 1).contiguous()
+    states = torch.stack([source.float() for source in sources], dim=1)  # [T, n, D]
+    states = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + eps)
+    all_queries = queries.expand(len(states), -1, -1)
+    logits = row_by_row(torch.matmul, all_queries, states.transpose(1, 2)) * scale  # [T, m, n]
+    mixed = row_by_row(torch.matmul, torch.softmax(logits, dim=-1), states)
+    return mixed.transpose(0, 1).contiguous()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -74,12 +74,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -
     Returns:
         Shape of x in `dtype`.
     """
-
-    def normalize(rows: Tensor) -> Tensor:
-        wide = rows.float()
-        out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        if weight is not None:
-            out = out * weight.float()
-        return out.to(dtype)
-
-    return row_by_row(normalize, x)
+    wide = x.float()
+    out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        out = out * weight.float()
+    return out.to(dtype)

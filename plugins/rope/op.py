@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import int32, normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.narrow import elementwise
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 from inkrt.plugins.state import step_positions
 
@@ -67,11 +68,7 @@ def rope(x: Tensor, position: Tensor, theta: float) -> Tensor:
     head_dim = x.shape[-1]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=x.device) / head_dim
     frequencies = 1.0 / theta**exponents
-
-    def rotate(rows: Tensor, positions: Tensor) -> Tensor:
-        angles = positions.float()[:, None, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()
-        low, high = rows.float().chunk(2, dim=-1)
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
-
-    return row_by_row(rotate, x, step_positions(position, len(x)))
+    angles = step_positions(position, len(x)).float()[:, None, None] * frequencies
+    cos, sin = elementwise(torch.cos, angles), elementwise(torch.sin, angles)
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)

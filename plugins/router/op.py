@@ -10,11 +10,11 @@ up. Source: inkling2.md section 5.6.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, Case, operator
+from inkrt.plugins.narrow import elementwise, linear_rows
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -95,18 +95,6 @@ def lowest_ids_of_ties(scores: Tensor, ids: Tensor) -> Tensor:
     return ids
 
 
-def _route(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    scores = torch.sigmoid(F.linear(x.float(), weight))
-    biased = scores + bias
-    ids = torch.topk(biased, top_k, dim=-1, sorted=False).indices
-    ids = lowest_ids_of_ties(biased, ids)
-    weights = scores.gather(1, ids)
-    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * scale, ids.int()
-
-
 @operator("router", fake=fake, cases=cases)
 def router(
     x: Tensor, weight: Tensor, bias: Tensor, top_k: int, scale: float
@@ -123,9 +111,10 @@ def router(
     Returns:
         Weights float32 [T, K] and expert ids int32 [T, K].
     """
-    num_rows = x.shape[0]
-    if num_rows > MAX_VERIFY_TOKENS:
-        return _route(x, weight, bias, top_k, scale)
-    # As `row_by_row`, for two outputs.
-    rows = [_route(x[i : i + 1].clone(), weight, bias, top_k, scale) for i in range(num_rows)]
-    return torch.cat([weights for weights, _ in rows]), torch.cat([ids for _, ids in rows])
+    scores = elementwise(torch.sigmoid, linear_rows(x.float(), weight))
+    biased = scores + bias
+    ids = torch.topk(biased, top_k, dim=-1, sorted=False).indices
+    ids = lowest_ids_of_ties(biased, ids)
+    weights = scores.gather(1, ids)
+    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * scale, ids.int()

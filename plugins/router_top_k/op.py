@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, Case, operator
+from inkrt.plugins.narrow import elementwise
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -62,16 +63,8 @@ def router_top_k(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     Returns:
         Weights [T, K] in the logits' dtype and ids int32 [T, K], both by falling logit.
     """
-    if len(logits) > MAX_VERIFY_TOKENS:
-        return _choose(logits, top_k)
-    # As `row_by_row`, for two outputs.
-    rows = [_choose(logits[i : i + 1].clone(), top_k) for i in range(len(logits))]
-    return torch.cat([weights for weights, _ in rows]), torch.cat([ids for _, ids in rows])
-
-
-def _choose(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     ids = torch.sort(logits.float(), dim=-1, descending=True, stable=True).indices[:, :top_k]
-    scores = 1 / (1 + torch.exp(-logits.float().gather(1, ids)))
+    scores = 1 / (1 + elementwise(torch.exp, -logits.float().gather(1, ids)))
     total = scores[:, :1].clone()
     for rank in range(1, top_k):
         total += scores[:, rank : rank + 1]

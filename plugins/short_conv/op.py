@@ -111,13 +111,13 @@ def short_conv(
     Returns:
         [T, C] in x's dtype.
     """
-    num_rows, taps = len(x), weight.shape[1]
+    taps = weight.shape[1]
     inputs = with_older_rows(state, x, taps - 1, position, slot).double()
-    weights = weight.double()
     # A product of two float32 is exact in float64, so each step rounds like a fused multiply-add.
-    mixed = (weights[:, 0] * inputs[:num_rows]).float()
-    for tap in range(1, taps):
-        mixed = (mixed.double() + weights[:, tap] * inputs[tap : tap + num_rows]).float()
+    products = (inputs.unfold(0, taps, 1) * weight.double()).unbind(-1)  # W of [T, C]
+    mixed = products[0].float()
+    for product in products[1:]:
+        mixed += product
     out = mixed + x.float()
     if is_scaled:
         out = out / math.sqrt(taps + 1)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.narrow import elementwise
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -53,10 +54,4 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     Returns:
         Shape and dtype of x.
     """
-
-    def scale(x_rows: Tensor, gate_rows: Tensor) -> Tensor:
-        return (x_rows.float() * torch.sigmoid(gate_rows.float())).to(x_rows.dtype)
-
-    # Row by row although elementwise: vector and scalar loops round exp differently, and which
-    # elements the scalar loop gets depends on the number of rows.
-    return row_by_row(scale, x, gate)
+    return (x.float() * elementwise(torch.sigmoid, gate.float())).to(x.dtype)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.narrow import elementwise
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -51,9 +52,5 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Returns:
         [T, F] in gate_up's dtype.
     """
-
-    def gated(rows: Tensor) -> Tensor:
-        gate, up = rows.float().chunk(2, dim=-1)
-        return (gate / (1 + torch.exp(-gate)) * up).to(rows.dtype)
-
-    return row_by_row(gated, gate_up)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1 + elementwise(torch.exp, -gate)) * up).to(gate_up.dtype)

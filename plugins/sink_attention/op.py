@@ -144,7 +144,7 @@ def sink_attention(
     def attend(
         rows: slice, keys: Tensor, values: Tensor, _distance: Tensor, is_masked: Tensor
     ) -> Tensor:
-        return sink_softmax(q[rows].clone(), keys, values, sinks, is_masked, scale)
+        return sink_softmax(q[rows].clone(), keys[0], values[0], sinks, is_masked, scale)
 
     return attend_to_session(
         attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.narrow import elementwise
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 
@@ -56,4 +57,4 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     Returns:
         float32 [R, V].
     """
-    return row_by_row(lambda rows: torch.tanh(rows.float() / cap) * cap, x)
+    return elementwise(torch.tanh, x.float() / cap) * cap

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inkrt.plugins.caseutil import int32, normal, weight_arguments
+from inkrt.plugins.narrow import row_by_row
 from inkrt.plugins.nvfp4 import fit_weight, float32_matrices
-from inkrt.plugins.registry import Arguments, Case, operator, row_by_row
+from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 
 LOG2_E = math.log2(math.e)
