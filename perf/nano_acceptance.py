@@ -79,7 +79,8 @@ def main() -> int:
                     f"{row['error']:>8.3f}{row['teacher_forced']:>9.3f}"
                 )
                 is_far |= abs(row["found"] - row["expected"]) > 4 * row["error"]
-                objects.append({"workload": f"nano drafter at T=1, {name}"} | row)
+                of = {"checkpoint": engine.config.checkpoint_fingerprint}
+                objects.append({"workload": f"nano drafter at T=1, {name}"} | row | of)
     shared = {
         "unit": "tokens a round",
         "command": "python perf/nano_acceptance.py DATA CHECKPOINT ENGINE "

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from inkrt.runtime.engine import Engine
+from inkrt.runtime.engine_file import read_config
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.generation import Generation, check_request
 from inkrt.runtime.output import CompletionOutput
@@ -328,6 +329,7 @@ def write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         "command": "python perf/speculation_equality.py ENGINE DATA/heldout.npz DATA/tasks.json "
         f"--count {options.count} --jobs {options.jobs}",
         "commit": options.commit,
+        "checkpoint": read_config(options.engine).checkpoint_fingerprint,
         "device": cpu_name(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

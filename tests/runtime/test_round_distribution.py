@@ -36,6 +36,7 @@ class TableSession:
     def __init__(self, chain: Chain, sampling: Sampling, prompt: Sequence[int]) -> None:
         self.chain, self.sampling = chain, sampling
         self.length = len(prompt) - 1
+        self.config = SimpleNamespace(model=SimpleNamespace(vocab_size=V))
         self.scores, self.draft_scores = (
             logits if sampling.temperature == 0 else filtered_logits(logits, sampling)
             for logits in (chain.logits, chain.draft_logits)
