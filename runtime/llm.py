@@ -62,7 +62,8 @@ class LLM:
         folder: an engine folder, written by ink-build.
         verify: also compare the sha256 of every file.
         speculative: who proposes tokens and what becomes of them; None for `SpeculativeConfig()`:
-            the engine's own drafter, if it has one. What is generated does not depend on it.
+            the engine's own drafter, if it has one. What is generated does not depend on it, but
+            for accept "probabilistic": there other tokens of the same distribution come.
 
     Attributes:
         engine: the open engine; its sessions must not run beside this object's calls.
