@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from inkrt.engines.inkling.config import InklingConfig
 from inkrt.engines.inkling.layer import Layer
-from inkrt.engines.inkling.mtp import Chain, embed, project
+from inkrt.engines.inkling.mtp import Chain
+from inkrt.engines.inkling.vocabulary import embed, project
 from inkrt.engines.interface import MtpConfig, Sharding, StateBuffer, StateOptions, StepInputs
 from inkrt.engines.parts import ink, parameter
 

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from inkrt.engines.inkling.config import InklingConfig
 from inkrt.engines.inkling.layer import Layer
+from inkrt.engines.inkling.vocabulary import embed, project
 from inkrt.engines.interface import (
     MtpConfig,
     Sharding,
@@ -220,19 +221,3 @@ class ChainStep(nn.Module):
             tokens = ink.draft_sample(logits[-1], is_coupled, *sampling, position, depth)
             drafted.append(tokens.view(1, 1))
         return ink.concat(drafted, 0).view(-1), ink.concat(logits, 0)
-
-
-def embed(tokens: Tensor, table: Tensor, norm: Tensor, config: InklingConfig) -> Tensor:
-    """Normed embeddings [T, D] of tokens int32 [T]."""
-    rows_TD = ink.embedding(tokens, table)
-    normed_TD: Tensor = ink.rms_norm(rows_TD, norm, config.rms_norm_eps, rows_TD.dtype)
-    return normed_TD
-
-
-def project(f_TD: Tensor, unembed: Tensor, config: InklingConfig, tp_size: int) -> Tensor:
-    """Logits float32 [T, V] of final rows [T, D], from this rank's and the others' shards."""
-    shard_TV = ink.linear(ink.scale(f_TD, None, config.logits_mup_width_multiplier), unembed, True)
-    if tp_size > 1:
-        shard_TV = ink.all_gather(shard_TV, tp_size)
-    logits_TV: Tensor = shard_TV[:, : config.unpadded_vocab_size]
-    return logits_TV
