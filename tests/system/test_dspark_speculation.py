@@ -127,11 +127,13 @@ class Watched:
         return self.verified
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.9}], ids=["all", "filtered"])
-def test_probabilistic_acceptance_is_that_of_p_and_q(folder: Path, filters: Any) -> None:
-    """Given its drafts, at least i are accepted with probability P_i, which p and q give."""
+def excess_acceptance(folder: Path, most: int, filters: Any) -> list[float]:
+    """Accepted drafts of many rounds of up to `most`, less what p and q let expect.
+
+    Given its drafts, at least i are accepted with probability P_i.
+    """
     excess: list[float] = []
-    speculator = Speculator(EngineDrafter(), FixedWidth(), 7, "probabilistic")
+    speculator = Speculator(EngineDrafter(), FixedWidth(), most, "probabilistic")
     with Engine.open(folder) as engine, engine.session() as session:
         watched: Any = Watched(session)
         prompt = prompts(engine.config.model.vocab_size)[0]
@@ -152,6 +154,12 @@ def test_probabilistic_acceptance_is_that_of_p_and_q(folder: Path, filters: Any)
                 share = min(1.0, share * p[place, token] / q[place, token])
                 expected += share
             excess.append(len(step.tokens) - 1 - expected)
+    return excess
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.9}], ids=["all", "filtered"])
+def test_probabilistic_acceptance_is_that_of_p_and_q(folder: Path, filters: Any) -> None:
+    excess = excess_acceptance(folder, 7, filters)
     assert abs(np.sum(excess)) < 4.5 * np.std(excess) * len(excess) ** 0.5
     assert np.std(excess) > 0
 

@@ -14,22 +14,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_dspark_speculation import HOT, PARAMS, Watched, check_counts, flat_costs, prompts
+from test_dspark_speculation import (
+    PARAMS,
+    check_counts,
+    excess_acceptance,
+    flat_costs,
+    prompts,
+)
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
 from inkrt.engines.tiny import inkling
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.errors import RequestError
-from inkrt.runtime.engine import Engine
-from inkrt.runtime.executor import Sampling
 from inkrt.runtime.llm import LLM
-from inkrt.runtime.sampling import probabilities
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.spec.config import SpeculativeConfig
-from inkrt.runtime.spec.drafter import EngineDrafter
-from inkrt.runtime.spec.round import Speculator
-from inkrt.runtime.spec.width import FixedWidth
 
 DEPTHS = 3
 OPTIONS = BuildOptions(max_seq_len=136, max_batch_size=3, max_verify_tokens=DEPTHS + 1)
@@ -89,29 +89,7 @@ def test_probabilistic_output_depends_on_the_seed_alone(folder: Path, plain: lis
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.9}], ids=["all", "filtered"])
 def test_probabilistic_acceptance_is_that_of_p_and_q(folder: Path, filters: Any) -> None:
-    """Given its drafts, at least i are accepted with probability P_i, which p and q give."""
-    excess: list[float] = []
-    speculator = Speculator(EngineDrafter(), FixedWidth(), DEPTHS, "probabilistic")
-    with Engine.open(folder) as engine, engine.session() as session:
-        watched: Any = Watched(session)
-        prompt = prompts(engine.config.model.vocab_size)[0]
-        seed, tokens = -1, [0] * 130
-        while len(excess) < 120:
-            if len(tokens) >= 126:
-                seed += 1
-                sampling = Sampling(temperature=HOT, seed=seed, **filters)
-                session.rollback(0)
-                tokens = [*prompt, int(session.prefill(prompt, sampling).tokens[-1])]
-            step = speculator.run(watched, tokens, sampling, 100)
-            tokens += step.tokens
-            p = probabilities(watched.verified.logits, sampling)
-            q = probabilities(watched.drafted.logits, sampling)
-            share, expected = 1.0, 0.0
-            for place in range(step.drafted):
-                token = watched.drafted.tokens[place]
-                share = min(1.0, share * p[place, token] / q[place, token])
-                expected += share
-            excess.append(len(step.tokens) - 1 - expected)
+    excess = excess_acceptance(folder, DEPTHS, filters)
     assert abs(np.sum(excess)) < 4.5 * np.std(excess) * len(excess) ** 0.5
     assert np.std(excess) > 0
 
