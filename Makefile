@@ -1,4 +1,4 @@
-# make demo    a tiny model from checkpoint to text, on the CPU
+# make demo    a small trained model from checkpoint to text, on the CPU, with and without drafts
 # make test    all tests but the slow ones
 # make check   format, lint, types, who may import whom, spelling
 # make clean   remove what the above have made
@@ -12,6 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO := demo
+QUESTION := "Which number is the largest: 417, 86, 903, 255?"
+NOVEL := "Elizabeth looked at Mr. Darcy, and"
 
 # Everything here computes on tiny tensors, where threads only wait for each other.
 export OMP_NUM_THREADS := 1
@@ -24,15 +26,18 @@ help:
 
 demo: $(VENV)/cpu.stamp
 	@rm -rf $(DEMO) && mkdir $(DEMO)
-	@echo "== a random tiny Inkling-2 checkpoint: $(DEMO)/checkpoint"
-	$(BIN)/python -m inkrt.engines.tiny $(DEMO)/checkpoint
-	@echo "== its engine for the CPU: $(DEMO)/engine"
-	$(BIN)/ink-build $(DEMO)/checkpoint -o $(DEMO)/engine --target cpu --max-seq-len 1024
+	@echo "== an engine for the CPU: $(DEMO)/engine"
+	$(BIN)/ink-build engines/nano/checkpoint -o $(DEMO)/engine --target cpu --max-seq-len 2048 --costs
 	@echo "== what the engine is"
 	$(BIN)/ink-inspect $(DEMO)/engine
-	@echo "== a prompt"
-	$(BIN)/ink-run $(DEMO)/engine -p "Why is the sea blue?" --max-tokens 32 --seed 1 --stats
-	@echo "== done: the weights are random, so the text is noise; the way was the real one"
+	@echo "== a question, one token a step"
+	$(BIN)/ink-run $(DEMO)/engine -p $(QUESTION) --seed 1 --stats --spec none
+	@echo "== the same with drafts by DSpark"
+	$(BIN)/ink-run $(DEMO)/engine -p $(QUESTION) --seed 1 --stats
+	@echo "== old novels are harder to foresee: plain, then with drafts"
+	$(BIN)/ink-run $(DEMO)/engine --raw -p $(NOVEL) --max-tokens 64 --seed 3 --stats --spec none
+	$(BIN)/ink-run $(DEMO)/engine --raw -p $(NOVEL) --max-tokens 64 --seed 3 --stats
+	@echo "== done: a model of nine million parameters knows nothing, but the way was the real one"
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m "not slow and not gpu and not multigpu" $(PYTEST_ARGS)
