@@ -5,7 +5,7 @@ chunks that the session takes, and token by token where the session takes a deco
 (whose rows do not depend on the width). What is left is arithmetic, not a different order of work.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,23 @@ class Distance:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """Both sides' logits of one run, to be compared with a third's.
+
+    Attributes:
+        prompt: its tokens.
+        decoded: tokens that were fed after it.
+        ours: float32 [1 + decoded, vocabulary], of the engine; row 0 is the prompt's last.
+        reference: the same rows of the reference.
+    """
+
+    prompt: list[int]
+    decoded: list[int]
+    ours: NDArray[np.float32]
+    reference: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptReport:
     """One prompt in one chunking, then decoded tokens.
 
@@ -49,17 +66,28 @@ class PromptReport:
         rows: the prompt's last row, then one per decoded token.
         first_divergence: (decoded tokens before, layer) of the first layer output that differs in
             any bit; None if none does.
+        trace: the logits themselves; None if all are equal bit for bit.
     """
 
     prompt_tokens: int
     chunk: int | None
     rows: list[Distance]
     first_divergence: tuple[int, int] | None
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the trace."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "chunk": self.chunk,
+            "rows": [asdict(row) for row in self.rows],
+            "first_divergence": self.first_divergence,
+        }
 
     @property
     def max_relative_error(self) -> float:
-        """Worst row."""
-        return max(row.relative_error for row in self.rows)
+        """Worst row; NaN if one is."""
+        return float(np.max([row.relative_error for row in self.rows]))
 
     @property
     def mean_relative_error(self) -> float:
@@ -95,7 +123,7 @@ def compare_logits(ours: NDArray[np.float32], reference: NDArray[np.float32]) ->
 
 
 class Reference:
-    """The checkpoint in transformers, eager, in the engine's dtype.
+    """The checkpoint in transformers, eager, in the engine's dtype or a wider one.
 
     Raises:
         CheckpointError: from the constructor, if transformers cannot load it.
@@ -135,12 +163,18 @@ class Reference:
         """Start a new sequence."""
         self._cache = None
 
-    @torch.no_grad()
     def feed(self, tokens: list[int]) -> NDArray[np.float32]:
         """Append tokens in one forward; gives the last row of logits."""
+        (row,) = self.feed_rows(tokens, 1)
+        logits: NDArray[np.float32] = row
+        return logits
+
+    @torch.no_grad()
+    def feed_rows(self, tokens: list[int], num_rows: int) -> NDArray[np.float32]:
+        """Append tokens in one forward; gives the last rows of logits, [num_rows, vocabulary]."""
         result = self.model(input_ids=torch.tensor([tokens]), cache=self._cache, use_cache=True)
         self._cache = result.cache
-        logits: NDArray[np.float32] = result.logits[0, -1].float().numpy()
+        logits: NDArray[np.float32] = result.logits[0, -num_rows:].float().numpy()
         return logits
 
     def _recorder(self, index: int) -> Any:
@@ -215,17 +249,22 @@ class ParityCheck:
         self.reference.reset()
         with self.engine.session() as session:
             output = session.prefill(prompt, GREEDY, chunk=chunk)
-            logits = self._feed_prompt(
-                prompt, min(chunk or session.widest_step, session.widest_step)
-            )
-            rows = [compare_logits(output.logits[-1], logits)]
+            ours = [output.logits[-1]]
+            theirs = [
+                self._feed_prompt(prompt, min(chunk or session.widest_step, session.widest_step))
+            ]
             divergence = self._diverging_layer(0)
+            decoded: list[int] = []
             for index in range(1, num_decoded + 1):
-                token = int(output.tokens[-1])
-                output = session.step([token], GREEDY)
-                rows.append(compare_logits(output.logits[-1], self.reference.feed([token])))
+                decoded.append(int(output.tokens[-1]))
+                output = session.step(decoded[-1:], GREEDY)
+                ours.append(output.logits[-1])
+                theirs.append(self.reference.feed(decoded[-1:]))
                 divergence = divergence or self._diverging_layer(index)
-        return PromptReport(len(prompt), chunk, rows, divergence)
+        rows = [compare_logits(a, b) for a, b in zip(ours, theirs, strict=True)]
+        is_equal = all(row.same_bits for row in rows)
+        trace = None if is_equal else Trace(prompt, decoded, np.stack(ours), np.stack(theirs))
+        return PromptReport(len(prompt), chunk, rows, divergence, trace)
 
     def _feed_prompt(self, prompt: list[int], chunk: int) -> NDArray[np.float32]:
         row_widths = [

@@ -1,6 +1,6 @@
 """ink-verify: a parity report of an engine against the reference implementation."""
 
-import dataclasses
+import gc
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,12 +37,24 @@ def verify(
 ) -> None:
     """Compare an engine's logits with those of transformers.
 
-    Exits with 1 if a row's relative error exceeds the bound of the model and its dtype, which the
-    first line says, or if the most likely tokens of a prompt agree less often than they must.
+    The first line says the bound of the model and its dtype: the largest relative error of a row,
+    and how many rows of a prompt must have the same most likely token.
+
+    In bfloat16 one rounding that falls the other way can choose another expert and move a row
+    beyond any bound. If one is beyond it, all rows that differ from transformers in bfloat16 are
+    compared with transformers in float32: at least 50 rows, the engine's distance from it at most
+    1.3 times transformers' own in the median and twice in the mean, and as many most likely tokens
+    but for chance. A float32 engine has the bound alone, which finds smaller defects.
+
+    Exits with 1 if neither holds. Logits of rows that differ stay in memory, 8 bytes for each. The
+    comparison with float32 takes a forward over every such prompt; its model has 4 bytes per
+    parameter and is loaded when the engine and the bfloat16 model, of 2 bytes each, are gone.
     """
+    import numpy as np
     import torch
 
     from inkrt.commands.parity import ParityCheck, Reference
+    from inkrt.commands.rounding import compare_with_float32
     from inkrt.engines.catalog import find_definition
     from inkrt.runtime.engine import Engine
 
@@ -54,10 +66,12 @@ def verify(
         )
         model_type = {"model_type": config.model.model_type}
         bound = find_definition(model_type).parity[config.model.dtype]
+        has_rounding = config.model.dtype == "bfloat16"
         console.say(
             f"{config.model.model_type}, {config.model.dtype}, tp {config.tp_size}: relative error "
             f"of logits against transformers, bound {bound.relative_error:g}, top-1 at least "
             f"{bound.top1_agreement:.0%}"
+            + ("; or as near to float32 as transformers" if has_rounding else "")
         )
         console.say(HEADER)
         reports: list[PromptReport] = []
@@ -70,13 +84,23 @@ def verify(
                 reports.append(report)
                 console.say(report_line(report))
     if as_json is not None:
-        rows = [dataclasses.asdict(report) for report in reports]
+        rows = [report.as_dict() for report in reports]
         as_json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    worst = max(report.max_relative_error for report in reports)
+    worst = float(np.max([report.max_relative_error for report in reports]))
     agreement = min(report.top1_agreement for report in reports)
     num_rows = sum(len(report.rows) for report in reports)
     summary = f"{num_rows} rows: worst relative error {worst:.2e}, worst top-1 {agreement:.2%}"
-    if worst > bound.relative_error or agreement < bound.top1_agreement:
+    holds = worst <= bound.relative_error and agreement >= bound.top1_agreement
+    if not holds and has_rounding:
+        # Hooks refer to the model that they hang on: only the collector frees it.
+        del check
+        gc.collect()
+        traces = [report.trace for report in reports if report.trace is not None]
+        width = max(step.num_tokens for step in config.steps)
+        nearness = compare_with_float32(traces, Reference(checkpoint, "float32"), width)
+        holds = nearness.is_rounding
+        summary += f"; {nearness.describe()}"
+    if not holds:
         console.fail(f"parity failed; {summary}", 1)
     console.say(f"parity holds; {summary}")
 

@@ -94,3 +94,11 @@ def nano_checkpoint() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no trained checkpoint in {folder}; name one in INKRT_NANO_CHECKPOINT")
     return folder
+
+
+@pytest.fixture(scope="session")
+def nano_engine(nano_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its engine for the CPU, of 2009 positions and three sessions; tests only read it."""
+    folder = tmp_path_factory.mktemp("nano") / "engine"
+    build_engine(nano_checkpoint, folder, BuildOptions(max_seq_len=2009, max_batch_size=3))
+    return folder

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from inkrt.builder.build import build_engine
-from inkrt.builder.options import BuildOptions
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.generation import Generation
@@ -33,10 +31,8 @@ Request = tuple[list[int], SamplingParams]
 
 
 @pytest.fixture(scope="module")
-def folder(nano_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("nano") / "engine"
-    build_engine(nano_checkpoint, out, BuildOptions(max_seq_len=MAX_SEQ_LEN, max_batch_size=3))
-    return out
+def folder(nano_engine: Path) -> Path:
+    return nano_engine
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_verify import verify, verify_changed
 
 from inkrt.commands.parity import ParityCheck, PromptReport, Reference
 from inkrt.engines.interface import EXACT_PARITY
@@ -67,3 +68,25 @@ def test_a_wrong_weight_is_found_in_its_layer(check):
         weight.copy_(kept)
     assert report.equal_rows == 0
     assert report.first_divergence == (0, 3)
+
+
+def test_equal_rows_need_no_float32(make_checkpoint, make_engine, monkeypatch):
+    monkeypatch.setattr("inkrt.commands.rounding.compare_with_float32", None)  # not to be called
+    options = "--lengths 5 --chunks 3 --decode 2"
+    result = verify(make_engine("bfloat16"), make_checkpoint("bfloat16"), options)
+    assert result.exit_code == 0, result.output
+    assert "3 rows: worst relative error 0.00e+00, worst top-1 100.00%\n" in result.output
+
+
+def test_float32_engines_have_the_bound_alone(make_checkpoint, make_engine, monkeypatch):
+    def change(engine: Engine):
+        engine.executor._ranks[0].weights["layers.3.mlp.down"].mul_(1.0001)
+
+    monkeypatch.setattr("inkrt.commands.rounding.compare_with_float32", None)  # not to be called
+    folders = make_engine("float32"), make_checkpoint("float32")
+    result = verify_changed(monkeypatch, change, *folders, "--lengths 5 --chunks 0 --decode 2")
+    assert result.exit_code == 1, result.output
+    assert "bound 2e-06, top-1 at least 100%\n" in result.output
+    assert "parity failed; 3 rows" in result.output
+    assert "float32 as" not in result.output
+    assert "worst top-1 100.00%\n" in result.output
