@@ -43,6 +43,9 @@ class CapacityError(InkError):
 class RequestError(InkError):
     """A request is invalid.
 
+    Messages call parameters by the names of their fields: the offending one at the beginning, and
+    any that the reader may change as name=value. A command puts its options there.
+
     Attributes:
         param: name of the offending request field.
     """

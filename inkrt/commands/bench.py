@@ -308,7 +308,7 @@ def _numbers(text: str) -> list[int]:
 def make_app() -> typer.Typer:
     """The application."""
     app = console.make_app("ink-bench", "Time an engine.")
-    console.add_command(app, engine, name="engine")
+    console.add_command(app, engine, name="engine", api_names=spec_options.API_NAMES)
     console.add_command(app, ops, name="ops")
     return app
 

@@ -257,7 +257,7 @@ def _read_line() -> str | None:
 def make_app() -> typer.Typer:
     """The application."""
     app = console.make_app("ink-run", "Generate text with an engine.", variables=True)
-    console.add_command(app, run)
+    console.add_command(app, run, api_names={**spec_options.API_NAMES, "bad_words": "bad_word"})
     return app
 
 

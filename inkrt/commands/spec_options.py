@@ -37,6 +37,10 @@ ConfidenceThreshold = Annotated[
 ]
 
 
+# By what `SpeculativeConfig` calls them.
+API_NAMES = {"method": "spec", "num_draft_tokens": "draft_tokens"}
+
+
 def speculative_config(
     spec: str, draft_tokens: int | None, accept: str, width: str, confidence_threshold: float
 ) -> "SpeculativeConfig":

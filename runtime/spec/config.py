@@ -160,7 +160,8 @@ class SpeculativeConfig:
         if self.width == "confidence":
             if method == "ngram" or config.draft is None or not config.draft.has_confidence:
                 raise RequestError(
-                    f"drafts of {method} come without confidences here; choose width fixed or cost",
+                    f"drafts of {method} come without confidences here; choose width=fixed or "
+                    "width=cost",
                     param="width",
                 )
             return lambda: ConfidenceThreshold(self.confidence_threshold)
@@ -189,14 +190,14 @@ def _require_drafter(method: Method, config: EngineConfig) -> None:
     """Raise RequestError unless the engine has a drafter of that kind."""
     if config.draft is None:
         raise RequestError(
-            "this engine has no drafter of its own; draft with ngram, or rebuild it from a "
+            "this engine has no drafter of its own; choose method=ngram, or rebuild it from a "
             f"checkpoint with one: {config.rebuild_command}",
             param="method",
         )
     if config.draft.method != method:
         raise RequestError(
-            f"the drafter of this engine is {config.draft.method}, not {method}; choose method "
-            f"{config.draft.method} or auto",
+            f"the drafter of this engine is {config.draft.method}, not {method}; choose "
+            f"method={config.draft.method} or method=auto",
             param="method",
         )
 

@@ -59,7 +59,11 @@ def test_auto_is_the_engines_drafter_if_it_has_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chosen", "draft", "message"),
     [
-        (SpeculativeConfig("dspark"), None, "no drafter of its own; draft with ngram, or rebuild"),
+        (
+            SpeculativeConfig("dspark"),
+            None,
+            "no drafter of its own; choose method=ngram, or rebuild",
+        ),
         (SpeculativeConfig("dspark", 6), SURE, "gives 5 at once; ask for at most 5"),
         (SpeculativeConfig("ngram", width="confidence"), SURE, "without confidences here; choose"),
         (SpeculativeConfig("auto", width="confidence"), PLAIN, "without confidences here; choose"),
@@ -239,9 +243,7 @@ def test_a_drafter_that_says_nothing_is_refused(
         return
     with pytest.raises(EngineFormatError, match=f"nothing useful: .*{seen}") as error:
         LLM(tmp_path / "engine")
-    assert 'turn speculation off with --spec none (SpeculativeConfig("none")) or' in str(
-        error.value
-    )
+    assert "turn speculation off with method=none or rebuild with: " in str(error.value)
     assert fake_executors[0].is_closed
     with LLM(tmp_path / "engine", speculative=SpeculativeConfig("none")) as llm:
         assert llm.method == "none"
