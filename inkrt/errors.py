@@ -14,6 +14,12 @@ class InkError(Exception):
     exit_code: ClassVar[int] = 1
 
 
+class UsageError(InkError):
+    """Options of a command that do not go together."""
+
+    exit_code: ClassVar[int] = 2
+
+
 class ConfigError(InkError):
     """A model or build configuration is invalid or not supported."""
 

@@ -115,7 +115,7 @@ class SpeculativeConfig:
         """
         method = self.method
         if method == "auto":
-            method = config.draft.method if config.draft and _widest(config) > 1 else "none"
+            method = config.draft.method if config.draft and widest_verify(config) > 1 else "none"
         if method == "none":
             return None
         if method != "ngram":
@@ -127,7 +127,7 @@ class SpeculativeConfig:
 
     def _most(self, method: Method, config: EngineConfig) -> int:
         """Most drafts of a round."""
-        widest = _widest(config)
+        widest = widest_verify(config)
         wanted = self.num_draft_tokens or max(widest - 1, 1)
         if method != "ngram":
             assert config.draft is not None
@@ -202,6 +202,6 @@ def _require_drafter(method: Method, config: EngineConfig) -> None:
         )
 
 
-def _widest(config: EngineConfig) -> int:
-    """Tokens of the widest decode or verify step."""
+def widest_verify(config: EngineConfig) -> int:
+    """Tokens of the widest decode or verify step; 1 if nothing can be verified."""
     return max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)

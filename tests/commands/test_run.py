@@ -37,6 +37,7 @@ class FakeLLM:
         self.is_closed = False
         self.streams_closed = 0
         self.error: Exception | None = None
+        self.method = "ngram" if speculative.method == "ngram" else "dspark"
         self.engine = SimpleNamespace(
             tokenizer=SimpleNamespace(encode=lambda text: text.split()),
             chat_template=SimpleNamespace(
@@ -266,7 +267,7 @@ def test_who_drafts_reaches_the_llm_and_stats_say_what_it_did() -> None:
         ("--accept", "all", "--accept is 'all', it must be one of coupled, probabilistic"),
         ("--width", "wide", "--width is 'wide', it must be one of auto, fixed, confidence, cost"),
         (
-            "--confidence-threshold",
+            "--width=confidence --confidence-threshold",
             "1.5",
             "--confidence-threshold is 1.5, it must be a number from",
         ),
@@ -274,10 +275,32 @@ def test_who_drafts_reaches_the_llm_and_stats_say_what_it_did() -> None:
     ],
 )
 def test_values_out_of_range_are_refused(option: str, value: str, message: str) -> None:
-    result = invoke("engine", "-p", "x", option, value)
+    result = invoke("engine", "-p", "x", *option.split(), value)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"error: {message}")
     assert FakeLLM.opened == []
+
+
+HOW = ("--draft-tokens=3", "--accept=coupled", "--width=auto", "--width=confidence")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_how_to_draft_is_refused_with_spec_none(how: str) -> None:
+    name, _ = how.split("=")
+    result = invoke("engine", "-p", "x", "--spec", "none", how)
+    message = f"error: {name}: of no use with --spec none; leave one of them out\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", message)
+    assert FakeLLM.opened == []
+
+
+@pytest.mark.parametrize("width", [[], ["--width", "fixed"], ["--width=cost"]])
+def test_a_threshold_without_width_confidence_is_refused(width: list[str]) -> None:
+    result = invoke("engine", "-p", "x", *width, "--confidence-threshold", "0.4")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: --confidence-threshold: only --width confidence has a use for it; add that or "
+        "leave it out\n",
+    )
 
 
 @pytest.mark.parametrize(
