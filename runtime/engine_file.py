@@ -12,7 +12,7 @@ runtime reads them. Nothing here needs torch or a GPU, and nothing found in a fo
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -308,7 +308,11 @@ def check_files(folder: Path, config: EngineConfig, *, verify_hashes: bool = Fal
 
 def require_files(folder: Path, config: EngineConfig, *, verify_hashes: bool = False) -> None:
     """Raise EngineFormatError if `check_files` finds anything."""
-    problems = check_files(folder, config, verify_hashes=verify_hashes)
+    require_sound(folder, config, check_files(folder, config, verify_hashes=verify_hashes))
+
+
+def require_sound(folder: Path, config: EngineConfig, problems: Sequence[str]) -> None:
+    """Raise EngineFormatError if there are problems."""
     if problems:
         more = f" and {len(problems) - 1} more problems" if len(problems) > 1 else ""
         raise EngineFormatError(
