@@ -193,6 +193,11 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """Steps that there is a plan for."""
         return self.steps if self.draft is None else (*self.steps, self.draft.step)
 
+    @property
+    def widest_verify(self) -> int:
+        """Tokens of the widest step with a row for each; 1 if nothing can be verified."""
+        return max((s.num_tokens for s in self.steps if s.num_rows == s.num_tokens), default=1)
+
 
 def plan_file(rank: int) -> str:
     """Name of the file with the plans of `rank`."""

@@ -21,7 +21,7 @@ from inkrt.runtime.llm import LLM
 from inkrt.runtime.output import RequestOutput
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.session import MAX_AHEAD
-from inkrt.runtime.spec.config import SpeculativeConfig, widest_verify
+from inkrt.runtime.spec.config import SpeculativeConfig
 from inkrt.runtime.spec.costs import CostTable, engine_hash
 from inkrt.runtime.spec.stats import SpeculationStats
 
@@ -56,7 +56,7 @@ def measure_costs(engine: Engine, contexts: Sequence[int] | None, runs: int) -> 
         ConfigError: no context fits into the engine.
     """
     config = engine.config
-    widest = widest_verify(config)
+    widest = config.widest_verify
     num_plain = WARM_UP_RUNS + runs
     limit = config.max_seq_len - max(num_plain + 1 + MAX_AHEAD, widest)
     fitting = [context for context in contexts or CONTEXTS if context <= limit]

@@ -98,10 +98,10 @@ class SpecOptions:
 def nobody_drafts(llm: "LLM") -> str:
     """Why nobody drafts with --spec auto, and what to do about it."""
     from inkrt.runtime.rebuild import rebuild_with
-    from inkrt.runtime.spec.config import OPTION, WIDEST_STEP, widest_verify
+    from inkrt.runtime.spec.config import OPTION, WIDEST_STEP
 
     config = llm.engine.config
-    if widest_verify(config) == 1:
+    if config.widest_verify == 1:
         again = rebuild_with(config.rebuild_command, OPTION, WIDEST_STEP)
         return f"engine {llm.engine.folder} has no verify step; rebuild it with: {again}"
     return f"engine {llm.engine.folder} has no drafter of its own; add --spec ngram"

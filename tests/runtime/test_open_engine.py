@@ -147,9 +147,7 @@ def test_the_plans_are_those_that_the_configuration_speaks_of(
     found = code_problems(config, 1, EngineCode(plans))
     assert found[:1] == ([] if problem is None else [f"rank1.engine{problem} (damaged)"])
     if problem is not None:
-        with pytest.raises(
-            EngineFormatError, match=r"engine E is damaged: rank1"
-        ):
+        with pytest.raises(EngineFormatError, match=r"engine E is damaged: rank1"):
             require_code(Path("E"), config, 1, EngineCode(plans))
 
 
