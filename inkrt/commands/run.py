@@ -142,13 +142,15 @@ def run(
             show_stats=stats,
             marks_drafts=interactive and console.can_color(sys.stdout),
         )
-        if prompt is not None:
-            dialog.say(prompt)
-        while interactive and (line := _read_line()) is not None:
+        line = _read_line() if prompt is None else prompt
+        while line is not None:
             try:
                 dialog.say(line)
-            except KeyboardInterrupt:  # stops this answer, not the dialog
-                sys.stdout.write("\n")
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                sys.stdout.write("\n")  # stops this answer, not the dialog
+            line = _read_line() if interactive else None
 
 
 class Dialog:

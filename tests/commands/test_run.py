@@ -151,6 +151,12 @@ def test_dialog_keeps_the_turns() -> None:
     ]
 
 
+def test_the_first_answer_of_a_dialog_can_be_interrupted_too() -> None:
+    result = invoke("engine", "-i", "-p", "one interrupt", stdin="two\n")
+    assert (result.exit_code, result.stdout) == (0, " one\n two\n")
+    assert the_llm().asked[-1][0] == [{"role": "user", "content": "two"}]
+
+
 def test_stats_go_to_stderr() -> None:
     result = invoke("engine", "-p", "one two", "--stats")
     assert result.stdout == " one two\n"
