@@ -11,7 +11,7 @@ from inkrt.builder.drafter import FoundDrafter, find_drafter
 from inkrt.builder.mtp import FoundMtp, choose_mtp
 from inkrt.builder.options import BuildOptions
 from inkrt.engines.dspark.flavours import BUNDLED_KEYS
-from inkrt.engines.dspark.layouts import bundles_drafter
+from inkrt.engines.dspark.layouts import bundled_places
 from inkrt.engines.dspark.weights import is_bundled
 from inkrt.engines.interface import Definition, ModelConfig
 from inkrt.errors import CheckpointError, ConfigError
@@ -114,6 +114,6 @@ def unpacked_tensors(target: CheckpointSource, drafter: AnyDrafter | None) -> fr
     """
     left_out = drafter.left_out if drafter else frozenset()
     is_built = drafter is not None and not drafter.has_folder
-    if is_built or not bundles_drafter(target.config):
+    if is_built or not bundled_places(target.config):
         return left_out
     return left_out | {name for name in target.names if is_bundled(name)}

@@ -19,7 +19,7 @@ from inkrt.engines.dspark.config import DSparkConfig
 from inkrt.engines.dspark.flavours import BUNDLED_KEYS, Layout
 from inkrt.engines.dspark.layouts import (
     DraftLayout,
-    bundles_drafter,
+    bundled_places,
     read_bundled,
     read_folder,
 )
@@ -182,7 +182,7 @@ def find_drafter(
     if folder is None:
         own, reader = target, target
         where = str(target.folder / "config.json")
-        if not bundles_drafter(target.config):
+        if not bundled_places(target.config):
             _require_no_tensors(target, where)
             return None
     else:

@@ -14,6 +14,12 @@ class InkError(Exception):
     exit_code: ClassVar[int] = 1
 
 
+class UsageError(InkError):
+    """Options of a command that do not go together."""
+
+    exit_code: ClassVar[int] = 2
+
+
 class ConfigError(InkError):
     """A model or build configuration is invalid or not supported."""
 
@@ -42,6 +48,9 @@ class CapacityError(InkError):
 
 class RequestError(InkError):
     """A request is invalid.
+
+    Messages call parameters by the names of their fields: the offending one at the beginning, and
+    any that the reader may change as name=value. A command puts its options there.
 
     Attributes:
         param: name of the offending request field.

@@ -6,17 +6,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from inkrt.errors import InkError
+from inkrt.runtime.code_check import code_problems
 from inkrt.runtime.engine_file import (
-    CONFIG_NAME,
     EngineConfig,
     check_files,
-    plan_file,
     read_code,
     read_config,
     require_files,
 )
 from inkrt.runtime.executor import Executor, open_executor
-from inkrt.runtime.plan import dangling
 from inkrt.runtime.session import Session
 from inkrt.runtime.state import StateManager
 from inkrt.runtime.tokenizer import Tokenizer
@@ -72,7 +70,8 @@ class Engine:
             config = read_config(folder)
             problems = check_files(folder, config, verify_hashes=verify)
             if not problems:
-                problems = _check_plans(folder, config)
+                for rank in range(config.tp_size):
+                    problems += code_problems(config, rank, read_code(folder, rank))
         except InkError as error:
             return [str(error)]
         return problems
@@ -115,16 +114,3 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _check_plans(folder: Path, config: EngineConfig) -> list[str]:
-    wanted = {(step.name, step.num_tokens, step.num_rows) for step in config.all_steps}
-    problems = []
-    for rank in range(config.tp_size):
-        code = read_code(folder, rank)
-        plans = code.plans.values()
-        if {(plan.name, plan.num_tokens, plan.num_rows) for plan in plans} != wanted:
-            problems.append(f"{plan_file(rank)} has other steps than {CONFIG_NAME} says (damaged)")
-        missing = (dangling(plan, code.cubins) for plan in plans)
-        problems += [f"{plan_file(rank)}: {what} (damaged)" for what in missing if what]
-    return problems

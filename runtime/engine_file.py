@@ -12,7 +12,7 @@ runtime reads them. Nothing here needs torch or a GPU, and nothing found in a fo
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,6 +193,11 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """Steps that there is a plan for."""
         return self.steps if self.draft is None else (*self.steps, self.draft.step)
 
+    @property
+    def widest_verify(self) -> int:
+        """Tokens of the widest step with a row for each; 1 if nothing can be verified."""
+        return max((s.num_tokens for s in self.steps if s.num_rows == s.num_tokens), default=1)
+
 
 def plan_file(rank: int) -> str:
     """Name of the file with the plans of `rank`."""
@@ -308,7 +313,11 @@ def check_files(folder: Path, config: EngineConfig, *, verify_hashes: bool = Fal
 
 def require_files(folder: Path, config: EngineConfig, *, verify_hashes: bool = False) -> None:
     """Raise EngineFormatError if `check_files` finds anything."""
-    problems = check_files(folder, config, verify_hashes=verify_hashes)
+    require_sound(folder, config, check_files(folder, config, verify_hashes=verify_hashes))
+
+
+def require_sound(folder: Path, config: EngineConfig, problems: Sequence[str]) -> None:
+    """Raise EngineFormatError if there are problems."""
     if problems:
         more = f" and {len(problems) - 1} more problems" if len(problems) > 1 else ""
         raise EngineFormatError(

@@ -57,20 +57,25 @@ class DraftLayout:
     decisions: tuple[str, ...]
 
 
-def bundles_drafter(config: Mapping[str, Any]) -> bool:
-    """Whether a target's config.json says that the checkpoint has a drafter."""
-    objects = (config, config.get("text_config"))
-    return any(
-        isinstance(values, Mapping) and values.get(key) is not None
-        for values in objects
-        for key in (*BUNDLED_KEYS, "dspark_config")
-    )
+def bundled_places(config: Mapping[str, Any]) -> list[Place]:
+    """Where a target's config.json has settings of a drafter, by precedence; empty without one."""
+    outer = [Place(config, "", "dspark_")]
+    if isinstance(text := config.get("text_config"), Mapping):
+        outer.append(Place(text, "text_config.", "dspark_"))
+    inner = [
+        Place(own, f"{place.path}dspark_config.")
+        for place in outer
+        if (own := place.values.get("dspark_config")) is not None
+    ]
+    keys = (place.values.get(key) for place in outer for key in BUNDLED_KEYS)
+    has_drafter = bool(inner) or any(value is not None for value in keys)
+    return [*outer, *inner] if has_drafter else []
 
 
 def read_bundled(
     config: Mapping[str, Any], tensors: DraftTensors | None, target: DraftTarget, where: str
 ) -> DraftLayout:
-    """Read a drafter whose settings are `dspark_*` keys of the target's config.json.
+    """Read a drafter whose settings are in the target's config.json: see `bundled_places`.
 
     Args:
         config: the target's.
@@ -81,12 +86,12 @@ def read_bundled(
     Raises:
         ConfigError: a setting is missing, invalid or not supported, or contradicts the tensors.
     """
-    places = [Place(config, "", "dspark_")]
-    if isinstance(text := config.get("text_config"), Mapping):
-        places.append(Place(text, "text_config.", "dspark_"))
-    if isinstance(own := config.get("dspark_config"), Mapping):
-        places.append(Place(own, "dspark_config."))
+    places = bundled_places(config)
     for place in places:
+        values: Any = place.values  # as it stands in the file
+        if not isinstance(values, Mapping):
+            name = place.path.removesuffix(".")
+            raise ConfigError(f"{where}: {name} must be an object, got {values!r}")
         refuse_others(place.values, {}, tensors.shapes if tensors else (), where)
     return _read(Settings(where, places, places[0]), "embedded", tensors, target)
 
@@ -371,11 +376,10 @@ def _applies_embed_norm(of: Reading) -> bool:
 def _report_unknown_keys(of: Reading) -> None:
     get = of.get
     # Of training; and the object itself, whose prefix is the settings'.
-    get.find("num_anchors", "confidence_head_alpha")
-    get.find("config")
+    get.skip("num_anchors", "confidence_head_alpha", "config")
     paths = [("dspark_config.", ""), ("dflash_config.", "")]
     if of.is_embedded:
-        paths += [("", "dspark_"), ("text_config.", "dspark_")]
+        paths += [("", "dspark_"), ("text_config.", "dspark_"), ("text_config.dspark_config.", "")]
     for path, prefix in paths:
         for key in get.unasked(path, prefix):
             get.decisions.append(f"key {key} is unknown and not used")

@@ -93,6 +93,10 @@ class Settings:
                         self.decisions.append(line)
         return found
 
+    def skip(self, *keys: str) -> None:
+        """Keys that are known and of no use."""
+        self._asked |= set(keys)
+
     def spell(self, key: str) -> str:
         """A setting that is nowhere, as it would be called in the usual place."""
         return self._usual.spell(key)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inkrt.commands import console, spec_options
-from inkrt.errors import ConfigError, EngineMismatchError
+from inkrt.errors import ConfigError, EngineMismatchError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,33 +67,25 @@ def engine(
         float | None, typer.Option(help="Of --acceptance.  [default: the model's]")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of --acceptance.")] = 0,
-    spec: spec_options.Spec = "auto",
-    draft_tokens: spec_options.DraftTokens = None,
-    accept: spec_options.Accept = "coupled",
-    width: spec_options.Width = "auto",
-    confidence_threshold: spec_options.ConfidenceThreshold = 0.4,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of --acceptance, also draw it, as PNG.")
     ] = None,
     as_json: _Json = None,
+    options: spec_options.SpecOptions,
 ) -> None:
     """Median GPU time of every step at every context, beside the bytes it must move.
 
     With --costs or --acceptance, figures of speculation instead, on any target.
     """
     if costs and acceptance:
-        raise ConfigError("--costs and --acceptance are two measurements; run one after the other")
+        raise UsageError("--costs and --acceptance are two measurements; run one after the other")
     of_speculation = (
         ("--prompts", prompts is not None),
         ("--plot", plot is not None),
         ("--max-tokens", max_tokens != 256),
         ("--temperature", temperature is not None),
         ("--seed", seed != 0),
-        ("--spec", spec != "auto"),
-        ("--draft-tokens", draft_tokens is not None),
-        ("--accept", accept != "coupled"),
-        ("--width", width != "auto"),
-        ("--confidence-threshold", confidence_threshold != 0.4),
+        *((name, True) for name in options.typed()),
     )
     of_steps = (
         ("--steps", bool(steps)),
@@ -131,9 +123,7 @@ def engine(
             folder,
             bench_speculation.read_prompts(prompts),
             given,
-            spec_options.speculative_config(
-                spec, draft_tokens, accept, width, confidence_threshold
-            ),
+            options.config(),
         )
         if as_json is not None:
             as_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -143,7 +133,7 @@ def engine(
     wanted = _numbers("1024,8192" if contexts is None else contexts)
     runs = runs or STEP_RUNS
     if profile_runs is not None and not profile:
-        raise ConfigError("--profile-runs is for --profile; add it or leave it out")
+        raise UsageError("--profile-runs is for --profile; add it or leave it out")
     cut_runs = (profile_runs or runs) if profile else 0
     with _open(folder) as (executor, config):
         columns = ("context", "median us", "min us", "MB", "floor us")
@@ -159,7 +149,7 @@ def _refuse(options: "Sequence[tuple[str, bool]]", why: str) -> None:
     """Refuse the first of some options that is not at its default, where it would do nothing."""
     for name, is_given in options:
         if is_given:
-            raise ConfigError(f"{name}: {why}")
+            raise UsageError(f"{name}: {why}")
 
 
 def _require_writable(*paths: Path | None) -> None:
@@ -235,10 +225,10 @@ def ops(
     writer = None
     if tune:
         if not commit:
-            raise ConfigError("the timing cache records the sources' commit; add: --commit HASH")
+            raise UsageError("the timing cache records the sources' commit; add: --commit HASH")
         writer = CacheWriter(timing_cache, commit)
     elif timing_cache is not None or commit:
-        raise ConfigError("--timing-cache and --commit are for --tune; add it or leave them out")
+        raise UsageError("--timing-cache and --commit are for --tune; add it or leave them out")
     if as_json is not None:
         console.require_writable(as_json)
     with _open(folder) as (executor, config):
@@ -308,7 +298,13 @@ def _numbers(text: str) -> list[int]:
 def make_app() -> typer.Typer:
     """The application."""
     app = console.make_app("ink-bench", "Time an engine.")
-    console.add_command(app, engine, name="engine")
+    console.add_command(
+        app,
+        engine,
+        name="engine",
+        options=spec_options.SpecOptions,
+        api_names=spec_options.API_NAMES,
+    )
     console.add_command(app, ops, name="ops")
     return app
 

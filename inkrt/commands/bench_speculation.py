@@ -12,7 +12,8 @@ from statistics import median
 from typing import Any
 
 from inkrt.commands import console
-from inkrt.errors import ConfigError
+from inkrt.commands.spec_options import nobody_drafts
+from inkrt.errors import ConfigError, UsageError
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.executor.cuda import CudaExecutor
@@ -55,7 +56,7 @@ def measure_costs(engine: Engine, contexts: Sequence[int] | None, runs: int) -> 
         ConfigError: no context fits into the engine.
     """
     config = engine.config
-    widest = max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)
+    widest = config.widest_verify
     num_plain = WARM_UP_RUNS + runs
     limit = config.max_seq_len - max(num_plain + 1 + MAX_AHEAD, widest)
     fitting = [context for context in contexts or CONTEXTS if context <= limit]
@@ -173,17 +174,16 @@ def measure_acceptance(
         speculative: who drafts.
 
     Raises:
-        ConfigError: nobody drafts, or the engine has no tokenizer.
+        UsageError: nobody drafts.
+        ConfigError: the engine has no tokenizer.
         InkError: the engine cannot speculate like this.
     """
     rows = []
     with LLM(folder, speculative=speculative) as llm:
         if llm.method == "none":
             if speculative.method == "none":
-                raise ConfigError("nobody drafts with --spec none; leave it out or name a drafter")
-            raise ConfigError(
-                f"nobody drafts: engine {folder} has no drafter of its own; add --spec ngram"
-            )
+                raise UsageError("nobody drafts with --spec none; leave it out or name a drafter")
+            raise UsageError(f"nobody drafts: {nobody_drafts(llm)}")
         if llm.engine.tokenizer is None:
             raise ConfigError(
                 f"acceptance is measured on texts, but engine {folder} has no tokenizer.json; "

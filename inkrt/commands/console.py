@@ -11,14 +11,15 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
-from inkrt.errors import ConfigError, InkError
+from inkrt.errors import ConfigError, InkError, RequestError
 
 _DEBUG = inspect.Parameter(
     "debug",
@@ -59,6 +60,7 @@ def add_command(
     *,
     name: str | None = None,
     options: type[Any] | None = None,
+    api_names: Mapping[str, str] | None = None,
 ) -> None:
     """Add `function` to `app`, with `--debug` and with our errors as one line on stderr.
 
@@ -68,6 +70,7 @@ def add_command(
         name: of the subcommand, if the application has several.
         options: a dataclass; every field becomes an option (with the help text that its metadata
             holds) and `function` receives an instance as its keyword argument `options`.
+        api_names: parameters by what the Python API calls them, where that is something else.
     """
     signature = inspect.signature(function, eval_str=True)
     own = [p for p in signature.parameters.values() if options is None or p.name != "options"]
@@ -83,7 +86,7 @@ def add_command(
         except InkError as error:
             if debug:
                 raise
-            fail(str(error), error.exit_code)
+            fail(_as_typed(error, spelling), error.exit_code)
         except ModuleNotFoundError as error:
             if debug or error.name not in ("matplotlib", "torch", "transformers"):
                 raise
@@ -94,6 +97,8 @@ def add_command(
             )
 
     parameters = [*own, *derived, _DEBUG]
+    names = {p.name: p.name for p in parameters} | dict(api_names or {})
+    spelling = {api: f"--{name.replace('_', '-')}" for api, name in names.items()}
     # typer reads both: the signature for order and defaults, the annotations for types.
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
@@ -175,6 +180,17 @@ def format_table(
         ).rstrip()
         for row in rows
     ]
+
+
+def _as_typed(error: InkError, spelling: Mapping[str, str]) -> str:
+    """The message, with options where it names fields; see `RequestError`."""
+    message = str(error)
+    if isinstance(error, RequestError) and error.param in spelling:
+        message = re.sub(rf"^{error.param}\b", spelling[error.param], message)
+    # Not within paths and options.
+    return re.sub(
+        r"(?<![\w/.-])(\w+)=", lambda found: f"{spelling.get(found[1], found[1])}=", message
+    )
 
 
 def _option_parameters(options: type[Any]) -> list[inspect.Parameter]:

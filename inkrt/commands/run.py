@@ -104,11 +104,7 @@ def run(
     min_tokens: Annotated[
         int | None, typer.Option(help="Tokens to generate before it may end.  [default: 0]")
     ] = None,
-    spec: spec_options.Spec = "auto",
-    draft_tokens: spec_options.DraftTokens = None,
-    accept: spec_options.Accept = "coupled",
-    width: spec_options.Width = "auto",
-    confidence_threshold: spec_options.ConfidenceThreshold = 0.4,
+    options: spec_options.SpecOptions,
 ) -> None:
     """Generate text with an engine.
 
@@ -123,9 +119,6 @@ def run(
 
     from inkrt.runtime.llm import LLM
 
-    speculative = spec_options.speculative_config(
-        spec, draft_tokens, accept, width, confidence_threshold
-    )
     choices = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -140,7 +133,8 @@ def run(
         "min_tokens": min_tokens,
     }
     given: dict[str, Any] = {name: value for name, value in choices.items() if value is not None}
-    with LLM(engine, speculative=speculative) as llm:
+    with LLM(engine, speculative=options.config()) as llm:
+        options.require_use(llm)
         dialog = Dialog(
             llm,
             replace(llm.default_params, **given),
@@ -148,13 +142,15 @@ def run(
             show_stats=stats,
             marks_drafts=interactive and console.can_color(sys.stdout),
         )
-        if prompt is not None:
-            dialog.say(prompt)
-        while interactive and (line := _read_line()) is not None:
+        line = _read_line() if prompt is None else prompt
+        while line is not None:
             try:
                 dialog.say(line)
-            except KeyboardInterrupt:  # stops this answer, not the dialog
-                sys.stdout.write("\n")
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                sys.stdout.write("\n")  # stops this answer, not the dialog
+            line = _read_line() if interactive else None
 
 
 class Dialog:
@@ -257,7 +253,12 @@ def _read_line() -> str | None:
 def make_app() -> typer.Typer:
     """The application."""
     app = console.make_app("ink-run", "Generate text with an engine.", variables=True)
-    console.add_command(app, run)
+    console.add_command(
+        app,
+        run,
+        options=spec_options.SpecOptions,
+        api_names={**spec_options.API_NAMES, "bad_words": "bad_word"},
+    )
     return app
 
 

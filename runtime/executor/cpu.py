@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inkrt.errors import EngineFormatError, EngineMismatchError
 from inkrt.plugins.registry import Plugin, plugins
+from inkrt.runtime.code_check import require_code
 from inkrt.runtime.engine_file import EngineCode, EngineConfig, read_code, weight_files
 from inkrt.runtime.executor import StepInput, StepOutput
 from inkrt.runtime.plan import (
@@ -56,6 +57,7 @@ class CpuExecutor:
         ranks = range(config.tp_size)
         # Every rank has its own copy of the plans in the format; on the CPU one serves all.
         code = read_code(folder, 0)
+        require_code(folder, config, 0, code)
         self._plans = code.plans
         arena_bytes = max(plan.arena_bytes for plan in self._plans.values())
         self.observer: Observer | None = None

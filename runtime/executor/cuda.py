@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inkrt.errors import DeviceError, EngineMismatchError
+from inkrt.runtime.code_check import require_code
 from inkrt.runtime.engine_file import EngineConfig, read_code
 from inkrt.runtime.executor import StepInput, StepOutput
 from inkrt.runtime.executor.cuda_memory import DeviceMemory, num_bytes
@@ -51,6 +52,7 @@ class CudaExecutor:
         self._device = _open_device(Device, device, folder, config)
         self._stream = self._device.create_stream()
         code = read_code(folder, 0)
+        require_code(folder, config, 0, code)
         self._plans = code.plans
         self._modules = {name: ObjectCode.from_cubin(cubin) for name, cubin in code.cubins.items()}
         self.memory = DeviceMemory(driver, folder, config, code, self._stream.handle)

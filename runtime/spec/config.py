@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from inkrt.errors import EngineMismatchError, RequestError
+from inkrt.errors import RequestError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.rebuild import rebuild_with
 from inkrt.runtime.spec.costs import CostTable
@@ -115,7 +115,7 @@ class SpeculativeConfig:
         """
         method = self.method
         if method == "auto":
-            method = config.draft.method if config.draft and _widest(config) > 1 else "none"
+            method = config.draft.method if config.draft and config.widest_verify > 1 else "none"
         if method == "none":
             return None
         if method != "ngram":
@@ -127,7 +127,7 @@ class SpeculativeConfig:
 
     def _most(self, method: Method, config: EngineConfig) -> int:
         """Most drafts of a round."""
-        widest = _widest(config)
+        widest = config.widest_verify
         wanted = self.num_draft_tokens or max(widest - 1, 1)
         if method != "ngram":
             assert config.draft is not None
@@ -160,26 +160,21 @@ class SpeculativeConfig:
         if self.width == "confidence":
             if method == "ngram" or config.draft is None or not config.draft.has_confidence:
                 raise RequestError(
-                    f"drafts of {method} come without confidences here; choose width fixed or cost",
+                    f"drafts of {method} come without confidences here; choose width=fixed or "
+                    "width=cost",
                     param="width",
                 )
             return lambda: ConfidenceThreshold(self.confidence_threshold)
         table = CostTable.read(folder, config)
         if self.width == "auto" and table is None:
             return FixedWidth
-        measure = f"ink-bench engine {folder} --costs"
         if table is None:
             raise RequestError(
                 f"width cost goes by times measured on this machine, and {folder} has none; "
-                f"measure them with: {measure}",
+                f"measure them with: ink-bench engine {folder} --costs",
                 param="width",
             )
         with_draft_step = method != "ngram"
-        if len(table.verify_s[0]) <= most or (with_draft_step and table.draft_s is None):
-            raise EngineMismatchError(
-                f"the times of {folder} lack steps that this engine has; measure again with: "
-                f"{measure}"
-            )
         return lambda: CostAware(
             lambda context: table.round_costs(context, most, with_draft_step=with_draft_step)
         )
@@ -189,18 +184,13 @@ def _require_drafter(method: Method, config: EngineConfig) -> None:
     """Raise RequestError unless the engine has a drafter of that kind."""
     if config.draft is None:
         raise RequestError(
-            "this engine has no drafter of its own; draft with ngram, or rebuild it from a "
+            "this engine has no drafter of its own; choose method=ngram, or rebuild it from a "
             f"checkpoint with one: {config.rebuild_command}",
             param="method",
         )
     if config.draft.method != method:
         raise RequestError(
-            f"the drafter of this engine is {config.draft.method}, not {method}; choose method "
-            f"{config.draft.method} or auto",
+            f"the drafter of this engine is {config.draft.method}, not {method}; choose "
+            f"method={config.draft.method} or method=auto",
             param="method",
         )
-
-
-def _widest(config: EngineConfig) -> int:
-    """Tokens of the widest decode or verify step."""
-    return max((s.num_tokens for s in config.steps if s.num_rows == s.num_tokens), default=1)

@@ -48,7 +48,7 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
             EngineFormatError: the file is damaged or belongs to another engine.
         """
         path = folder / COSTS_NAME
-        again = f"measure again with: ink-bench engine {folder} --costs"
+        again = f"choose width=fixed or measure again with: ink-bench engine {folder} --costs"
         try:
             table = msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
@@ -57,7 +57,7 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
             raise EngineFormatError(f"{path} is damaged ({error}); {again}") from None
         if table.engine != engine_hash(config):
             raise EngineFormatError(f"{path} was measured with another engine; {again}")
-        if problem := table._problem():
+        if problem := table._problem() or table._lacking(config):
             raise EngineFormatError(f"{path} is damaged ({problem}); {again}")
         return table
 
@@ -104,6 +104,14 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
         assert len(verify_s) == most + 1, (len(verify_s), most)
         return RoundCosts(self.decode_s[place], [draft_s + seconds for seconds in verify_s])
 
+    def _lacking(self, config: EngineConfig) -> str | None:
+        widths = len(self.verify_s[0])
+        if widths != config.widest_verify:
+            return f"times of {widths} widths, not of {config.widest_verify}"
+        if (self.draft_s is None) != (config.draft is None):
+            return "times of a draft step are where there is none, or the other way round"
+        return None
+
     def _problem(self) -> str | None:
         count = len(self.contexts)
         columns = [self.decode_s, *zip(*self.verify_s, strict=False)]
@@ -111,6 +119,8 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
             columns.append(self.draft_s)
         if not count or list(self.contexts) != sorted(set(self.contexts)):
             return "contexts do not rise"
+        if self.contexts[0] < 0:
+            return "contexts below 0"
         if len({len(row) for row in self.verify_s}) != 1 or any(len(c) != count for c in columns):
             return "rows of different lengths"
         if min(min(column) for column in columns) <= 0:

@@ -32,8 +32,7 @@ def check_drafter(engine: Engine) -> None:
     if problem is not None:
         raise EngineFormatError(
             f"the drafter of engine {engine.folder} proposes nothing useful: {problem}; turn "
-            'speculation off with --spec none (SpeculativeConfig("none")) or rebuild with: '
-            + engine.config.rebuild_command
+            f"speculation off with method=none or rebuild with: {engine.config.rebuild_command}"
         )
 
 

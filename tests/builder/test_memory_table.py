@@ -7,6 +7,7 @@ import pytest
 from gpu_build import CONFIG, build_small, fake_compiler
 
 from inkrt.builder.build import GPU_PREFILL_CHUNK
+from inkrt.runtime.code_check import require_code
 from inkrt.runtime.engine_file import read_code
 from inkrt.runtime.executor.cuda_memory import DeviceMemory
 from inkrt.runtime.plan import DTYPE_BYTES
@@ -35,6 +36,7 @@ def test_the_table_is_what_the_runtime_allocates(
         cuStreamSynchronize=lambda *_: (0,),
     )
     code = read_code(tmp_path / "engine", 0)
+    require_code(tmp_path / "engine", config, 0, code)
     memory = DeviceMemory(driver, tmp_path / "engine", config, code, 0)
     table, buffers = config.memory, config.state.buffers
     sizes = {"paged": 0, "ring": 0}

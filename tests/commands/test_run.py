@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from inkrt.commands import console, run
-from inkrt.errors import CapacityError
+from inkrt.errors import CapacityError, InkError, RequestError
 from inkrt.runtime import llm as llm_module
 from inkrt.runtime.generation import Delta
 from inkrt.runtime.sampling_params import SamplingParams
@@ -37,6 +37,7 @@ class FakeLLM:
         self.is_closed = False
         self.streams_closed = 0
         self.error: Exception | None = None
+        self.method = "ngram" if speculative.method == "ngram" else "dspark"
         self.engine = SimpleNamespace(
             tokenizer=SimpleNamespace(encode=lambda text: text.split()),
             chat_template=SimpleNamespace(
@@ -123,7 +124,7 @@ def test_options_that_change_logits() -> None:
     result = invoke("engine", "-p", "x", "--min-tokens", "5", "--max-tokens", "4")
     assert (result.exit_code, result.stderr) == (
         1,
-        "error: min_tokens is 5, it must be at most max_tokens (4)\n",
+        "error: --min-tokens is 5, it must be at most max_tokens (4)\n",
     )
 
 
@@ -148,6 +149,12 @@ def test_dialog_keeps_the_turns() -> None:
         {"role": "assistant", "content": " one"},
         {"role": "user", "content": "two three"},
     ]
+
+
+def test_the_first_answer_of_a_dialog_can_be_interrupted_too() -> None:
+    result = invoke("engine", "-i", "-p", "one interrupt", stdin="two\n")
+    assert (result.exit_code, result.stdout) == (0, " one\n two\n")
+    assert the_llm().asked[-1][0] == [{"role": "user", "content": "two"}]
 
 
 def test_stats_go_to_stderr() -> None:
@@ -175,7 +182,7 @@ def test_errors() -> None:
     result = invoke("engine", "-p", "x", "--top-p", "2")
     assert result.exit_code == 1
     assert result.stderr == (
-        "error: top_p is 2.0, it must be a number above 0 and at most 1 (1 is off)\n"
+        "error: --top-p is 2.0, it must be a number above 0 and at most 1 (1 is off)\n"
     )
     assert invoke("engine", "-p", "x", "--top-p", "much").exit_code == 2
     assert invoke("engine", "-p", "x", "--nonsense").exit_code == 2
@@ -262,18 +269,69 @@ def test_who_drafts_reaches_the_llm_and_stats_say_what_it_did() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--spec", "eagle", "method is 'eagle', it must be one of auto, none, ngram, dspark"),
-        ("--accept", "all", "accept is 'all', it must be one of coupled, probabilistic"),
-        ("--width", "wide", "width is 'wide', it must be one of auto, fixed, confidence, cost"),
-        ("--confidence-threshold", "1.5", "confidence_threshold is 1.5, it must be a number from"),
-        ("--draft-tokens", "0", "num_draft_tokens is 0, it must be an integer of at least 1"),
+        ("--spec", "eagle", "--spec is 'eagle', it must be one of auto, none, ngram, dspark"),
+        ("--accept", "all", "--accept is 'all', it must be one of coupled, probabilistic"),
+        ("--width", "wide", "--width is 'wide', it must be one of auto, fixed, confidence, cost"),
+        (
+            "--width=confidence --confidence-threshold",
+            "1.5",
+            "--confidence-threshold is 1.5, it must be a number from",
+        ),
+        ("--draft-tokens", "0", "--draft-tokens is 0, it must be an integer of at least 1"),
     ],
 )
-def test_unknown_names_are_refused(option: str, value: str, message: str) -> None:
-    result = invoke("engine", "-p", "x", option, value)
+def test_values_out_of_range_are_refused(option: str, value: str, message: str) -> None:
+    result = invoke("engine", "-p", "x", *option.split(), value)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"error: {message}")
     assert FakeLLM.opened == []
+
+
+HOW = ("--draft-tokens=3", "--accept=coupled", "--width=auto", "--width=confidence")
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_how_to_draft_is_refused_with_spec_none(how: str) -> None:
+    name, _ = how.split("=")
+    result = invoke("engine", "-p", "x", "--spec", "none", how)
+    message = f"error: {name}: of no use with --spec none; leave one of them out\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", message)
+    assert FakeLLM.opened == []
+
+
+@pytest.mark.parametrize("width", [[], ["--width", "fixed"], ["--width=cost"]])
+def test_a_threshold_without_width_confidence_is_refused(width: list[str]) -> None:
+    result = invoke("engine", "-p", "x", *width, "--confidence-threshold", "0.4")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "error: --confidence-threshold: only --width confidence has a use for it; add that or "
+        "leave it out\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "typed"),
+    [
+        (RequestError("width cost needs times", param="width"), "--width cost needs times"),
+        (RequestError("bad_words[0] is ''", param="bad_words"), "--bad-word[0] is ''"),
+        (RequestError("the prompt is long", param="prompt"), "the prompt is long"),
+        (RequestError("none; choose method=ngram", param="x"), "none; choose --spec=ngram"),
+        (CapacityError("num_draft_tokens=2, width=cost"), "--draft-tokens=2, --width=cost"),
+        (
+            CapacityError("no x=1 in a/width=8/b, .width=8 and run --width=8 then"),
+            "no x=1 in a/width=8/b, .width=8 and run --width=8 then",
+        ),
+    ],
+)
+def test_errors_call_parameters_as_they_are_typed(
+    monkeypatch: pytest.MonkeyPatch, error: InkError, typed: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(FakeLLM, "stream", fail)
+    result = invoke("engine", "-p", "x", "--raw")
+    assert (result.exit_code, result.stderr) == (1, f"error: {typed}\n")
 
 
 class Terminal(io.StringIO):

@@ -6,8 +6,6 @@ import pytest
 from drafter_layouts import EXPECTED, TARGET, Edit, both, drop, put, put_in, read
 
 from inkrt.engines.dspark.config import DraftLayerConfig
-from inkrt.engines.dspark.flavours import BUNDLED_KEYS
-from inkrt.engines.dspark.layouts import bundles_drafter
 from inkrt.engines.tiny.drafter import DRAFTER_LAYOUTS, HEAD_KINDS, DrafterLayout, HeadKind
 
 FULL = DraftLayerConfig(is_causal=False, window=None)
@@ -368,10 +366,3 @@ def test_a_target_without_cap_norm_and_convolution_decides_less() -> None:
     found = read("embedded", edit, target=plain)
     assert found.config == dataclasses.replace(EXPECTED, softcap_place="none")
     assert len(found.decisions) == 3
-
-
-@pytest.mark.parametrize("key", [*BUNDLED_KEYS, "dspark_config"])
-def test_any_of_the_keys_marks_a_bundled_drafter(key: str) -> None:
-    assert bundles_drafter({key: 1})
-    assert bundles_drafter({"text_config": {key: 1}})
-    assert not bundles_drafter({key: None, "text_config": {"dspark_rope_theta": 1}})

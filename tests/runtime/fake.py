@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from inkrt.runtime.engine_file import (
     CONFIG_NAME,
+    DRAFT_STEP,
     FORMAT,
     FORMAT_VERSION,
     EngineCode,
@@ -36,7 +37,7 @@ from inkrt.runtime.engine_file import (
 )
 from inkrt.runtime.executor import Sampling, StepInput, StepOutput
 from inkrt.runtime.executor.decode_queue import DecodeQueue
-from inkrt.runtime.plan import Plan
+from inkrt.runtime.plan import Plan, TensorSpec
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec.drafter import Proposal
 
@@ -101,6 +102,19 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def make_plan(step: StepSpec, config: EngineConfig) -> Plan:
+    """A plan that does nothing and has the outputs that it must."""
+    shapes = {"tokens": (step.num_rows,), "logits": (step.num_rows, config.model.vocab_size)}
+    if step.name == DRAFT_STEP and config.draft is not None and config.draft.has_confidence:
+        shapes["confidences"] = (step.num_rows,)
+    tensors = tuple(
+        TensorSpec(name, "int32" if name == "tokens" else "float32", shape, (1,), "arena", "", 0)
+        for name, shape in shapes.items()
+    )
+    outputs = {name: index for index, name in enumerate(shapes)}
+    return Plan(step.name, step.num_tokens, step.num_rows, tensors, (), 0, {}, outputs)
+
+
 def write_engine(
     folder: Path,
     *,
@@ -112,10 +126,7 @@ def write_engine(
     """Write a minimal sound engine folder; `changes` replace fields of its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     config = make_config(**changes)
-    plans = {
-        step.name: Plan(step.name, step.num_tokens, step.num_rows, (), (), 0, {}, {})
-        for step in config.all_steps
-    }
+    plans = {step.name: make_plan(step, config) for step in config.all_steps}
     for rank in range(config.tp_size):
         (folder / plan_file(rank)).write_bytes(encode_code(EngineCode(plans)))
     if tokenizer:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake import make_config
+from fake import make_config, make_plan
 
 from inkrt.errors import DeviceError, EngineMismatchError
-from inkrt.runtime.engine_file import EngineCode
+from inkrt.runtime.engine_file import EngineCode, StepSpec
 from inkrt.runtime.executor import Sampling, StepInput, cuda
 from inkrt.runtime.executor.cuda import _open_device, _require_driver
 from inkrt.runtime.executor.decode_queue import DecodeQueue
@@ -148,7 +148,8 @@ def test_an_engine_that_does_not_open_leaves_no_memory_taken(
 ) -> None:
     pytest.importorskip("cuda.core")
     closed = []
-    plan = Plan("decode", 1, 1, (), (), 0, {}, {})
+    config = make_config(target="sm_90a", steps=(StepSpec("decode", 1, 1),))
+    plan = make_plan(config.steps[0], config)
     memory = SimpleNamespace(
         check=None, input_bytes=8, host_bytes=lambda size: np.zeros(max(size, 8), np.uint8),
         close=lambda: closed.append(True),
@@ -163,5 +164,5 @@ def test_an_engine_that_does_not_open_leaves_no_memory_taken(
     monkeypatch.setattr(cuda, "DeviceMemory", lambda *_: memory)
     monkeypatch.setattr(cuda.CudaExecutor, "_capture", capture)
     with pytest.raises(error):
-        cuda.CudaExecutor(ENGINE, make_config(target="sm_90a"))
+        cuda.CudaExecutor(ENGINE, config)
     assert closed == [True]

@@ -3,14 +3,25 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fake import FakeExecutor, make_config, write_engine
+from fake import FakeExecutor, make_config, make_plan, write_engine
+from msgspec.structs import replace
 
 from inkrt.errors import EngineFormatError, EngineMismatchError, RequestError
+from inkrt.runtime.code_check import code_problems, require_code
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.engine_file import encode_config, read_config, read_plans
+from inkrt.runtime.engine_file import (
+    DraftSpec,
+    EngineCode,
+    StateSpec,
+    encode_config,
+    read_config,
+    read_plans,
+)
 from inkrt.runtime.executor import Sampling, open_executor
+from inkrt.runtime.plan import Plan, TensorSpec
 from inkrt.runtime.rebuild import rebuild_with
 
 NO_TORCH = "import sys; sys.modules['torch'] = None\n"
@@ -98,6 +109,61 @@ def test_check_compares_the_steps(tmp_path: Path) -> None:
     assert Engine.check(tmp_path / "a") == [
         "rank0.engine has other steps than config.json says (damaged)"
     ]
+
+
+DRAFT = DraftSpec("dspark", 5, "rnn", has_confidence=True)
+CONTEXT = StateSpec("drafter.k_cache", "paged", (72, 4, 2), "float32")
+
+
+def with_state(plan: Plan, name: str) -> Plan:
+    spec = TensorSpec(name, "float32", CONTEXT.shape, (8, 2, 1), "state", name, 0)
+    return replace(plan, tensors=(*plan.tensors, spec))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"draft": replace(DRAFT, method="mtp", head=None)}, None),  # the plans cannot tell
+        ({"draft": replace(DRAFT, has_confidence=False)},
+         ": step draft has output confidences, config.json says otherwise"),
+        ({"draft": replace(DRAFT, block_size=4)}, " has other steps than config.json says"),
+        ({"draft": None}, " has other steps than config.json says"),
+        ({"model": replace(make_config().model, vocab_size=401)},
+         ": step decode gives logits float32 [1, 400], float32 [1, 401] by config.json"),
+        ({"state": replace(make_config().state, buffers=())},
+         ": step decode has state drafter.k_cache, config.json has none"),
+    ],
+)  # fmt: skip
+def test_the_plans_are_those_that_the_configuration_speaks_of(
+    changes: dict[str, Any], problem: str | None
+) -> None:
+    state = replace(make_config().state, buffers=(CONTEXT,))
+    sound = make_config(draft=DRAFT, state=state)
+    plans = {
+        step.name: with_state(make_plan(step, sound), CONTEXT.name) for step in sound.all_steps
+    }
+    config = make_config(**{"draft": DRAFT, "state": state, **changes})
+    found = code_problems(config, 1, EngineCode(plans))
+    assert found[:1] == ([] if problem is None else [f"rank1.engine{problem} (damaged)"])
+    if problem is not None:
+        with pytest.raises(EngineFormatError, match=r"engine E is damaged: rank1"):
+            require_code(Path("E"), config, 1, EngineCode(plans))
+
+
+def test_a_plan_without_confidences_or_context_is_found() -> None:
+    config = make_config(draft=DRAFT, state=replace(make_config().state, buffers=(CONTEXT,)))
+    plans = {
+        step.name: with_state(make_plan(step, config), CONTEXT.name) for step in config.all_steps
+    }
+    plans["verify3"] = make_plan(config.steps[2], config)
+    silent = replace(plans["draft"], outputs={"tokens": 0, "logits": 1})
+    for changes, problem in (
+        ({}, "verify3 lacks drafter.k_cache, which step draft reads"),
+        ({"draft": silent}, "draft lacks output confidences, config.json says otherwise"),
+    ):
+        found = code_problems(config, 0, EngineCode({**plans, **changes}))
+        assert found[0] == f"rank0.engine: step {problem} (damaged)"
 
 
 def test_other_targets_are_refused(tmp_path: Path) -> None:

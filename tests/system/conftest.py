@@ -62,7 +62,8 @@ def make_engine(
 def make_speculating_engine(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
     """Engines of a small random model with an untrained drafter, by the drafter's head.
 
-    They have 136 positions, three sessions and steps of up to 8 tokens.
+    They have 136 positions, three sessions and steps of up to 8 tokens; further arguments are build
+    options.
     """
     from test_drafting import SMALL
 
@@ -75,11 +76,11 @@ def make_speculating_engine(tmp_path_factory: pytest.TempPathFactory) -> MakeEng
             parameter.copy_(torch.randn(parameter.shape) * 0.4)
 
     @cache
-    def make(head: Head) -> Path:
+    def make(head: Head, **further: int) -> Path:
         base = tmp_path_factory.mktemp(head)
         export.write_checkpoint(target, base / "checkpoint", base)
         embed_in_checkpoint(base / "checkpoint", drafter, head)
-        options = BuildOptions(max_seq_len=136, max_batch_size=3, dtype="float32")
+        options = BuildOptions(max_seq_len=136, max_batch_size=3, dtype="float32", **further)  # type: ignore[arg-type]
         build_engine(base / "checkpoint", base / "engine", options)
         return base / "engine"
 

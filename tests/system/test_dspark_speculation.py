@@ -6,6 +6,7 @@ near to each other, so that drafts are accepted often enough.
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from inkrt.commands import bench, bench_speculation
 from inkrt.engines.nano.drafter import HEADS
+from inkrt.errors import EngineFormatError
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.llm import LLM
@@ -205,6 +207,32 @@ def test_costs_and_acceptance_of_the_draft_step(folder: Path, tmp_path: Path) ->
     with LLM(folder, speculative=SpeculativeConfig(accept="probabilistic")) as llm:
         llm.generate([[5, 6, 7], [8]], params)
         assert report["all"] == bench_speculation.figures(llm.speculation)
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (
+            {"has_confidence": False},
+            ": step draft has output confidences, config.json says otherwise",
+        ),
+        ({"block_size": 6}, " has other steps than config.json says"),
+    ],
+)
+def test_a_drafter_that_is_not_as_the_configuration_says_is_refused(
+    folder: Path, tmp_path: Path, edit: dict[str, Any], problem: str
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "engine"))
+    config = json.loads((copied / "config.json").read_text())
+    config["draft"] |= edit
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineFormatError) as caught:
+        Engine.open(copied)
+    assert str(caught.value) == (
+        f"engine {copied} is damaged: rank0.engine{problem} (damaged); copy it again or rebuild it "
+        f"with: {config['rebuild_command']}"
+    )
+    assert Engine.check(copied) == [f"rank0.engine{problem} (damaged)"]
 
 
 @pytest.mark.parametrize("accept", ["coupled", "probabilistic"])

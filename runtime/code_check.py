@@ -1,0 +1,68 @@
+"""Whether the plans of an engine are those that its configuration speaks of.
+
+The configuration is a file that people can edit and that no hash covers, and what reads drafts goes
+by it. Needs neither torch nor a GPU.
+"""
+
+from pathlib import Path
+
+from inkrt.runtime.engine_file import (
+    CONFIG_NAME,
+    DRAFT_STEP,
+    EngineCode,
+    EngineConfig,
+    plan_file,
+    require_sound,
+)
+from inkrt.runtime.plan import Plan, dangling
+
+
+def code_problems(config: EngineConfig, rank: int, code: EngineCode) -> list[str]:
+    """Problems of the plans of a rank, one sentence each."""
+    plans = code.plans
+    found = {(plan.name, plan.num_tokens, plan.num_rows) for plan in plans.values()}
+    if found != {(step.name, step.num_tokens, step.num_rows) for step in config.all_steps}:
+        return [f"{plan_file(rank)} has other steps than {CONFIG_NAME} says (damaged)"]
+    problems = [dangling(plan, code.cubins) for plan in plans.values()]
+    if not any(problems):
+        problems += [_output_problem(config, plan) for plan in plans.values()]
+        problems += [_context_problem(config, plan, plans) for plan in plans.values()]
+    return [f"{plan_file(rank)}: {problem} (damaged)" for problem in problems if problem]
+
+
+def require_code(folder: Path, config: EngineConfig, rank: int, code: EngineCode) -> None:
+    """Raise EngineFormatError if `code_problems` finds anything."""
+    require_sound(folder, config, code_problems(config, rank, code))
+
+
+def _output_problem(config: EngineConfig, plan: Plan) -> str | None:
+    """What is wrong with the outputs of a step."""
+    rows, vocab_size = plan.num_rows, config.model.vocab_size
+    wanted = {"tokens": ("int32", (rows,)), "logits": ("float32", (rows, vocab_size))}
+    if plan.name == DRAFT_STEP and config.draft is not None and config.draft.has_confidence:
+        wanted["confidences"] = ("float32", (rows,))
+    outputs = {name: plan.tensors[index] for name, index in plan.outputs.items()}
+    if missing := sorted(wanted.keys() ^ outputs.keys()):
+        has = "has" if missing[0] in outputs else "lacks"
+        return f"step {plan.name} {has} output {missing[0]}, {CONFIG_NAME} says otherwise"
+    for name, (dtype, shape) in wanted.items():
+        tensor = outputs[name]
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            return (
+                f"step {plan.name} gives {name} {tensor.dtype} {list(tensor.shape)}, "
+                f"{dtype} {list(shape)} by {CONFIG_NAME}"
+            )
+    return None
+
+
+def _context_problem(config: EngineConfig, plan: Plan, plans: dict[str, Plan]) -> str | None:
+    """What is wrong with the state of a step: every step writes what the draft step reads."""
+    if unknown := _state_of(plan) - {buffer.name for buffer in config.state.buffers}:
+        return f"step {plan.name} has state {min(unknown)}, {CONFIG_NAME} has none"
+    if DRAFT_STEP in plans and (unwritten := _state_of(plans[DRAFT_STEP]) - _state_of(plan)):
+        return f"step {plan.name} lacks {min(unwritten)}, which step {DRAFT_STEP} reads"
+    return None
+
+
+def _state_of(plan: Plan) -> set[str]:
+    return {tensor.storage for tensor in plan.tensors if tensor.space == "state"}
