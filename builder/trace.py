@@ -12,7 +12,7 @@ from torch import nn
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
-from inkrt.engines.interface import StateOptions
+from inkrt.engines.interface import StateOptions, StepInputs
 from inkrt.runtime.engine_file import DRAFT_STEP, StepSpec
 
 STEP_INPUTS: dict[str, torch.dtype] = {
@@ -30,6 +30,7 @@ STEP_INPUTS: dict[str, torch.dtype] = {
 }
 # Of the draft step: whether its draws share the noise of the target's.
 DRAFT_INPUTS = {**STEP_INPUTS, "is_coupled": torch.int32}
+torch.export.register_dataclass(StepInputs)
 
 
 @dataclass(slots=True)
@@ -58,13 +59,18 @@ class StepGraph:
 def trace(
     module: nn.Module, step: StepSpec, state: StateOptions, tp_size: int, dtype: torch.dtype
 ) -> StepGraph:
-    """Trace `module` for `step`; its forward takes STEP_INPUTS in order, or DRAFT_INPUTS."""
+    """Trace `module` for `step`; its forward takes `StepInputs`, for drafts `is_coupled` too."""
     sizes = {"tokens": step.num_tokens, "page_table": state.pages_per_session}
-    inputs = tuple(
-        torch.empty(sizes.get(name, 1), dtype=kind, device="meta")
-        for name, kind in (DRAFT_INPUTS if step.name == DRAFT_STEP else STEP_INPUTS).items()
-    )
-    exported = torch.export.export(module, inputs, strict=False)
+    inputs = {
+        name: torch.empty(sizes.get(name, 1), dtype=kind, device="meta")
+        for name, kind in STEP_INPUTS.items()
+    }
+    further = (torch.empty(1, dtype=torch.int32, device="meta"),) if step.name == DRAFT_STEP else ()
+    exported = torch.export.export(module, (StepInputs(**inputs), *further), strict=False)
+    for node in exported.graph.find_nodes(op="placeholder"):
+        if (name := node.name.removeprefix("step_")) in inputs:
+            node.name = node.target = name
+    exported.graph_module.recompile()
     weights, buffers = {}, {}
     for spec in exported.graph_signature.input_specs:
         if spec.kind == InputKind.PARAMETER:

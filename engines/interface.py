@@ -74,7 +74,7 @@ class StateOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Device-resident inputs of a step, in the order of the traced signature.
+    """Device-resident inputs of a step.
 
     Attributes:
         tokens: int32 [T].
@@ -147,7 +147,7 @@ class StateBuffer:
 
 
 class TextModel(Protocol):
-    """A traced module: see `StepInputs` for the arguments of `forward`."""
+    """A traced module; its `forward` takes `StepInputs`."""
 
     def state_buffers(self) -> list[StateBuffer]:
         """Every state buffer, in module order."""

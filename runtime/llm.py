@@ -84,10 +84,15 @@ class LLM:
         verify: bool = False,
         speculative: SpeculativeConfig | None = None,
     ) -> None:
+        chosen = SpeculativeConfig() if speculative is None else speculative
+        if not isinstance(chosen, SpeculativeConfig):
+            raise RequestError(
+                f"speculative is {chosen!r}, it must be a SpeculativeConfig or None",
+                param="speculative",
+            )
         self.default_params = _default_params(Path(folder))
         self.engine = Engine.open(folder, verify=verify)
         self.speculation = SpeculationStats()
-        chosen = speculative or SpeculativeConfig()
         try:
             self._drafting = chosen.resolve(self.engine.folder, self.engine.config)
             self.method: Method = "none" if self._drafting is None else self._drafting.method

@@ -283,35 +283,12 @@ class DraftStep(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        position: Tensor,
-        num_tokens: Tensor,
-        slot: Tensor,
-        rank: Tensor,
-        page_table: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seed: Tensor,
+        step: StepInputs,
         is_coupled: Tensor,
     ) -> tuple[Tensor, ...]:
         """See `StepInputs` and `Drafter.head`; `tokens` is the anchor alone, at `position`."""
-        step = StepInputs(
-            tokens,
-            position,
-            num_tokens,
-            slot,
-            rank,
-            page_table,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-        )
         config, drafter = self.config, self.drafter
-        h_gD = drafter.rows(self._block(tokens), step)
+        h_gD = drafter.rows(self._block(step.tokens), step)
         if config.has_own_unembed:
             base_gV = ink.linear(h_gD, drafter.unembed, False)
         else:

@@ -211,56 +211,33 @@ class Flint(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        position: Tensor,
-        num_tokens: Tensor,
-        slot: Tensor,
-        rank: Tensor,
-        page_table: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seed: Tensor,
+        step: StepInputs,
     ) -> tuple[Tensor, Tensor]:
         """See `StepInputs`; gives tokens int32 [R] and logits float32 [R, V].
 
         R is T, or 1 with `last_row_only`. Logits are not rounded to the model's dtype.
         """
-        step = StepInputs(
-            tokens,
-            position,
-            num_tokens,
-            slot,
-            rank,
-            page_table,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-        )
-        x_TD = ink.embedding(tokens, self.embed)
+        x_TD = ink.embedding(step.tokens, self.embed)
         delta_TD: Tensor | None = None
         for layer in self.layers:
             x_TD, delta_TD = layer(x_TD, delta_TD, step)
         eps = self.config.rms_norm_eps
         _, f_TD = ink.add_rms_norm(x_TD, delta_TD, self.norm, eps, self.dtype)
         if self.last_row_only:
-            f_TD = ink.last_row(f_TD, num_tokens)
+            f_TD = ink.last_row(f_TD, step.num_tokens)
         shard_TV = self.lm_head(f_TD, in_float32=True)
         if self.tp_size > 1:
             shard_TV = ink.all_gather(shard_TV, self.tp_size)
         logits_TV = shard_TV[:, : self.config.vocab_size]
         sampled_T = ink.sample(
             logits_TV,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            position,
-            num_tokens,
+            step.temperature,
+            step.top_k,
+            step.top_p,
+            step.min_p,
+            step.seed,
+            step.position,
+            step.num_tokens,
             self.last_row_only,
         )
         return sampled_T, logits_TV

@@ -81,53 +81,30 @@ class Inkling(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        position: Tensor,
-        num_tokens: Tensor,
-        slot: Tensor,
-        rank: Tensor,
-        page_table: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seed: Tensor,
+        step: StepInputs,
     ) -> tuple[Tensor, Tensor]:
         """See `StepInputs`; gives tokens int32 [R] and logits float32 [R, V].
 
         R is T, or 1 with `last_row_only`. Logits are not rounded to the model's dtype.
         """
-        step = StepInputs(
-            tokens,
-            position,
-            num_tokens,
-            slot,
-            rank,
-            page_table,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-        )
-        h_TD = embedded_TD = embed(tokens, self.embed, self.embed_norm, self.config)
+        h_TD = embedded_TD = embed(step.tokens, self.embed, self.embed_norm, self.config)
         for layer in self.layers:
             h_TD = layer(h_TD, step)
         f_TD = ink.rms_norm(h_TD, self.norm, self.config.rms_norm_eps, self.dtype)
         if self.drafter is not None:
             self.drafter.write_context(f_TD, embedded_TD, step)
         if self.last_row_only:
-            f_TD = ink.last_row(f_TD, num_tokens)
+            f_TD = ink.last_row(f_TD, step.num_tokens)
         logits_TV = project(f_TD, self.unembed, self.config, self.tp_size)
         sampled_T = ink.sample(
             logits_TV,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            position,
-            num_tokens,
+            step.temperature,
+            step.top_k,
+            step.top_p,
+            step.min_p,
+            step.seed,
+            step.position,
+            step.num_tokens,
             self.last_row_only,
         )
         return sampled_T, logits_TV

@@ -181,35 +181,13 @@ class ChainStep(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        position: Tensor,
-        num_tokens: Tensor,
-        slot: Tensor,
-        rank: Tensor,
-        page_table: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seed: Tensor,
+        step: StepInputs,
         is_coupled: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """See `StepInputs`; `tokens` is the anchor alone. Gives tokens int32 [g], logits [g, V]."""
-        step = StepInputs(
-            tokens,
-            position,
-            num_tokens,
-            slot,
-            rank,
-            page_table,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-        )
+        """See `StepInputs`: `tokens` is the anchor alone. Gives tokens int32 [g], logits [g, V]."""
         step = dataclasses.replace(step, num_tokens=None)
-        sampling = (temperature, top_k, top_p, min_p, seed)
+        tokens = step.tokens
+        sampling = (step.temperature, step.top_k, step.top_p, step.min_p, step.seed)
         rows: list[Tensor] = []
         drafted: list[Tensor] = []
         logits: list[Tensor] = []
@@ -218,6 +196,6 @@ class ChainStep(nn.Module):
             rows.append(embed(tokens, self.embed, self.embed_norm, self.config))
             h_ND = self.drafter.run(depth, h_ND, ink.concat(rows, 0), step)
             logits.append(project(h_ND[depth : depth + 1], self.unembed, self.config, self.tp_size))
-            tokens = ink.draft_sample(logits[-1], is_coupled, *sampling, position, depth)
+            tokens = ink.draft_sample(logits[-1], is_coupled, *sampling, step.position, depth)
             drafted.append(tokens.view(1, 1))
         return ink.concat(drafted, 0).view(-1), ink.concat(logits, 0)

@@ -202,36 +202,13 @@ class Inkling2(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        position: Tensor,
-        num_tokens: Tensor,
-        slot: Tensor,
-        rank: Tensor,
-        page_table: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seed: Tensor,
+        step: StepInputs,
     ) -> tuple[Tensor, Tensor]:
         """See `StepInputs`; gives tokens int32 [R] and logits float32 [R, V].
 
         R is T, or 1 with `last_row_only`.
         """
-        step = StepInputs(
-            tokens,
-            position,
-            num_tokens,
-            slot,
-            rank,
-            page_table,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-        )
-        embedded_TD = ink.embedding(tokens, self.embed)
+        embedded_TD = ink.embedding(step.tokens, self.embed)
         h_TD = ink.rms_norm(embedded_TD, self.embed_norm, self.config.rms_norm_eps, self.dtype)
         blocks: list[Tensor] = []
         features: list[Tensor] = []
@@ -243,7 +220,7 @@ class Inkling2(nn.Module):
             self.drafter.write_context(features, step)
         (f_TD,) = self.output_input(blocks, h_TD)
         if self.last_row_only:
-            f_TD = ink.last_row(f_TD, num_tokens)
+            f_TD = ink.last_row(f_TD, step.num_tokens)
         shard_TV = ink.linear(f_TD, self.unembed, False)
         if self.tp_size > 1:
             shard_TV = ink.all_gather(shard_TV, self.tp_size)
@@ -252,13 +229,13 @@ class Inkling2(nn.Module):
         )
         sampled_T = ink.sample(
             logits_TV,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            position,
-            num_tokens,
+            step.temperature,
+            step.top_k,
+            step.top_p,
+            step.min_p,
+            step.seed,
+            step.position,
+            step.num_tokens,
             self.last_row_only,
         )
         return sampled_T, logits_TV

@@ -11,6 +11,7 @@ from small_model import STATE, lower_graph
 from torch import Tensor, nn
 
 from inkrt.builder.trace import trace
+from inkrt.engines.interface import StepInputs
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import plugins
 from inkrt.runtime.engine_file import StepSpec
@@ -64,12 +65,8 @@ class Views(nn.Module):
     def row_parallel_weights(self) -> frozenset[str]:
         return frozenset()
 
-    def forward(
-        self, tokens: Tensor, position: Tensor, num_tokens: Tensor, slot: Tensor,  # noqa: ARG002
-        rank: Tensor, page_table: Tensor, temperature: Tensor, top_k: Tensor,  # noqa: ARG002
-        top_p: Tensor, min_p: Tensor, seed: Tensor,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return self.outputs(tokens)
+    def forward(self, step: StepInputs) -> tuple[Tensor, Tensor]:
+        return self.outputs(step.tokens)
 
     def outputs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         x = ink.embedding(tokens, self.table)

@@ -170,6 +170,13 @@ def test_values_out_of_range() -> None:
         assert error.value.param == param
 
 
+@pytest.mark.parametrize("given", ["ngram", {"method": "ngram"}, "", SpeculativeConfig])
+def test_what_is_no_configuration_is_refused(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(RequestError, match="it must be a SpeculativeConfig or None") as error:
+        LLM(tmp_path, speculative=given)
+    assert error.value.param == "speculative"
+
+
 Draft = Callable[[list[int]], NDArray[np.float32]]
 
 
