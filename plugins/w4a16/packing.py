@@ -1,9 +1,10 @@
 """The chunk layout of weights that the w4a16 kernels read, packed and unpacked exactly.
 
 A chunk is 16 rows x 256 k; a matrix is [row tile][k / 256] chunks; leading axes (experts) come
-first. NVFP4 chunks have 2304 bytes, bf16 chunks 8192, where zeros fill K up; `w4a16.cuh` says where each value stands and
-why. The scales of NVFP4 change from e4m3 to e5m3 without loss; the codes under a zero scale become
-zero, the one thing that unpacking does not give back (their values are zero either way).
+first. NVFP4 chunks have 2304 bytes, bf16 chunks 8192 (zeros fill K up to 256); `w4a16.cuh` says
+where each value stands and why. The scales of NVFP4 change from e4m3 to e5m3 without loss; the
+codes under a zero scale become zero, the one thing that unpacking does not give back (their values
+are zero either way).
 """
 
 from collections.abc import Callable, Sequence

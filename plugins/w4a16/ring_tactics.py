@@ -8,7 +8,7 @@ Packings are those of the other w4a16 kernels. Steps of more than 8 tokens take 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from inkrt.plugins.tactic import Float32, Int32, KernelLaunch, Param, Scratch, Tactic
+from inkrt.plugins.tactic import Float32, InputPointer, Int32, KernelLaunch, Param, Scratch, Tactic
 from inkrt.plugins.w4a16 import tile_tactics
 from inkrt.plugins.w4a16.launches import Defines, Names, candidates, launch, params_of, variant
 from inkrt.plugins.w4a16.packing import bf16_packing, padded_width
@@ -23,6 +23,7 @@ from inkrt.plugins.w4a16.shapes import (
     partial_bytes,
     require,
     struct_bytes,
+    tiled_bytes,
 )
 
 MAX_WIDTH = 8192
@@ -31,8 +32,9 @@ _MAX_SHARE = 8  # vectors of a warp; their activations live in registers
 _MAX_WARPS = 16
 # Shared memory of a block's ring, best guess first. The rest of a multiprocessor's is for a block
 # of the kernel before or after.
-_RING_BYTES = (192 * 1024, 128 * 1024, 64 * 1024)
+_RING_BYTES = (192 * 1024, 144 * 1024, 96 * 1024)
 _DIMS = Dims(bf16=True)
+_WIDE = tile_tactics.Tile(warp_tiles=2, token_tiles=4, stages=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +271,33 @@ def _wide(num_tokens: int, group: Group, weight: str) -> Tactic:
         group.rows, group.input_of, group.weights, group.outputs, strict=True
     ):
         names = {"x": inputs[index], "codes": codes, "global_scale": codes, "y": y}
-        kernels.append(
-            tile_tactics.product_of_rows(
-                _DIMS, num_tokens, rows=rows, width=width, is_float=group.is_float, names=names
-            )
-        )
+        if rows % 8 == 0 and not group.is_float:
+            tactic = tile_tactics.linear(_DIMS, num_tokens, rows=rows, width=width, names=names)
+            kernels += tactic.kernels
+        else:
+            kernels.append(_wide_rows(num_tokens, rows, width, group.is_float, names))
     return _tactic("tile_group", num_tokens, group, tuple(kernels), weight)
+
+
+def _wide_rows(
+    num_tokens: int, rows: int, width: int, is_float: bool, names: Names
+) -> KernelLaunch:
+    """One product of what tile_linear.cu cannot write, see tile_rows.cu."""
+    blocks = -(-num_tokens // _WIDE.tokens)
+    smem = tiled_bytes(
+        _DIMS, _WIDE.warp_tiles, _WIDE.token_tiles, _WIDE.stages, 0, row_major=False, lists=1
+    )
+    return launch(
+        "tile_rows",
+        [
+            ("DIM_N", rows), ("DIM_K", width), ("FLOAT_RESULT", int(is_float)),
+            ("TOKEN_BLOCKS", blocks), *_WIDE.defines, *variant(_DIMS, num_tokens),
+        ],
+        blocks=blocks * -(-rows // _WIDE.rows),
+        threads=128,
+        smem=smem,
+        params=params_of("x codes y num_tokens", names, {"num_tokens": InputPointer("num_tokens")}),
+    )  # fmt: skip
 
 
 def _tactic(

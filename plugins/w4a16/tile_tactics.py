@@ -97,38 +97,6 @@ def linear(
     )
 
 
-def product_of_rows(
-    dims: Dims, num_tokens: int, *, rows: int, width: int, is_float: bool, names: Names
-) -> KernelLaunch:
-    """One product of a bf16 matrix of any number of rows.
-
-    Args:
-        dims: only the kind of weights matters.
-        num_tokens: T.
-        rows: N.
-        width: K, a multiple of 256 up to 8192.
-        is_float: whether the result is float32, not bf16.
-        names: x, codes, global_scale, y.
-    """
-    assert dims.bf16
-    if rows % 8 == 0 and not is_float:
-        return _product(dims, num_tokens, rows=rows, width=width, gated=False, names=names)
-    check_width("tile_rows", "width", width, 8192)
-    tile = _tile_for(dims, rows, num_tokens)
-    blocks = -(-num_tokens // tile.tokens)
-    return launch(
-        "tile_rows",
-        [
-            ("DIM_N", rows), ("DIM_K", width), ("FLOAT_RESULT", int(is_float)),
-            ("TOKEN_BLOCKS", blocks), *tile.defines, *variant(dims, num_tokens),
-        ],
-        blocks=blocks * -(-rows // tile.rows),
-        threads=_THREADS,
-        smem=_smem(dims, tile, 0),
-        params=params_of("x codes y num_tokens", names, {"num_tokens": _VALID}),
-    )  # fmt: skip
-
-
 def qkv(
     dims: Dims,
     num_tokens: int,
