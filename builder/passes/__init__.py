@@ -11,6 +11,7 @@ from inkrt.builder.passes.fuse_allreduce_conv_mix import fuse_allreduce_conv_mix
 from inkrt.builder.passes.fuse_dense_mlp import fuse_dense_mlp
 from inkrt.builder.passes.fuse_flint_layers import fuse_flint_layers
 from inkrt.builder.passes.fuse_flint_moe import fuse_flint_moe
+from inkrt.builder.passes.fuse_linear_group import fuse_linear_group
 from inkrt.builder.passes.fuse_lm_head_sample import fuse_lm_head_sample
 from inkrt.builder.passes.fuse_moe import fuse_moe
 from inkrt.builder.passes.fuse_norm_qkv_rope import fuse_norm_qkv_rope
@@ -32,6 +33,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_norm_router_shared,
     fuse_dense_mlp,
     fuse_lm_head_sample,
+    fuse_linear_group,
     eliminate_dead_code,
 )
 

@@ -78,7 +78,7 @@ def empty(backend: Backend, num_bytes: int, fill: int = POISON) -> Buffer:
 
 # Arguments that an earlier kernel of a step writes. `down` reads what the router writes (logits,
 # shared_hidden) early, see gate_up.cu.
-_LATE = {"x", "delta", "z", "middle", "hidden", "best", "row"}
+_LATE = {"x", "xs", "delta", "z", "middle", "hidden", "best", "row"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Bound:
 
 
 # Scratch that a tiled kernel writes and a later one of its tactic reads.
-_TILES_LATE = {"angles", "chosen", "items", "lists", "pair_weights", "y"}
+_TILES_LATE = {"angles", "chosen", "items", "lists", "pair_weights", "y", "x0", "x1"}
 
 
 def bind(
@@ -101,7 +101,10 @@ def bind(
     outputs: Sequence[Buffer],
     scratch: dict[str, Buffer],
 ) -> list[Bound]:
-    """The tactic's kernels with their parameters; scratch that is not there yet is added."""
+    """The tactic's kernels with their parameters; scratch that is not there yet is added.
+
+    Arguments are by name; of a list `xs` they are `xs`, `xs.1`, `xs.2`, ...
+    """
 
     def value_of(param: Param) -> Buffer | int | float:
         if isinstance(param, Int32 | Float32):
@@ -109,7 +112,7 @@ def bind(
         if isinstance(param, Output):
             return outputs[param.index]
         if isinstance(param, Pointer):
-            return arguments[param.argument]
+            return arguments[f"{param.argument}.{param.index}" if param.index else param.argument]
         if isinstance(param, InputPointer):
             return arguments[param.name]
         if param.name not in scratch:
@@ -126,7 +129,8 @@ def bind(
     for kernel in tactic.kernels:
         values = tuple(value_of(param) for param in kernel.params)
         late = [v for p, v in zip(kernel.params, values, strict=True) if is_late(p)]
-        bound.append(Bound(kernel, values, tuple(v for v in late if isinstance(v, Buffer))))
+        once = {v.address: v for v in late if isinstance(v, Buffer)}
+        bound.append(Bound(kernel, values, tuple(once.values())))
     return bound
 
 

@@ -39,7 +39,7 @@ def _case(name: str, num_tokens: int, width: int, num_outputs: int, *, partial: 
 
 
 def cases() -> list[Case]:
-    """Decode, verify and prefill widths, one output, and partial sums."""
+    """Decode, verify and prefill widths, one output, partial sums, sizes of GPU layouts."""
     return [
         _case("decode", 1, 55, 33, partial=False),
         _case("verify", 5, 57, 19, partial=False),
@@ -47,6 +47,15 @@ def cases() -> list[Case]:
         _case("one output", 3, 7, 1, partial=False),
         _case("partial decode", 1, 55, 33, partial=True),
         _case("partial prefill", 13, 31, 9, partial=True),
+        # Of a GPU's layouts: widths of no whole chunk, more tiles than blocks, several stages.
+        _case("narrow rows", 1, 64, 40, partial=False),
+        _case("padded width", 8, 200, 23, partial=False),
+        _case("padded width, wide", 13, 72, 20, partial=False),
+        _case("many rows", 5, 128, 2150, partial=False),
+        _case("long rows", 3, 6144, 37, partial=True),
+        _case("longest rows", 2, 8192, 18, partial=True),
+        _case("partial verify", 8, 768, 44, partial=True),
+        _case("partial, wide", 40, 128, 150, partial=True),
     ]
 
 

@@ -106,9 +106,8 @@ def cases() -> list[Case]:
     def make(
         name: str, sampling: Arguments, num_rows: int, vocab_size: int, num_padding: int,
         *, last_row: bool = False, cap: float = 30.0, in_float32: bool = False,
-        quantized: bool = False,
+        quantized: bool = False, width: int = 13,
     ) -> Case:  # fmt: skip
-        width = 16 if quantized else 13
 
         def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
             return {
@@ -156,9 +155,14 @@ def cases() -> list[Case]:
         make("uncapped_float32", parameters(temperature=1.0, seed=3), 2, 45, 2, cap=0.0,
              in_float32=True),
         make("nvfp4_greedy", parameters(temperature=0.0), 5, 59, 0, cap=0.0, in_float32=True,
-             quantized=True),
+             quantized=True, width=16),
         make("nvfp4_sampled", parameters(temperature=3.0, seed=4), 10, 83, 0, cap=0.0,
-             in_float32=True, quantized=True),
+             in_float32=True, quantized=True, width=16),
+        # Of a GPU's layouts: vocabularies that fill no tile, padded widths, several tiles a block.
+        make("capped_greedy", parameters(temperature=0.0), 8, 4111, 0, width=64),
+        make("capped_sampled", parameters(temperature=2.0, top_k=50, seed=6), 3, 1037, 11,
+             width=72),
+        make("capped_last_row", parameters(temperature=0.0), 1, 333, 3, last_row=True, width=256),
     ]  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """The chunk layout of weights that the w4a16 kernels read, packed and unpacked exactly.
 
 A chunk is 16 rows x 256 k; a matrix is [row tile][k / 256] chunks; leading axes (experts) come
-first. NVFP4 chunks have 2304 bytes, bf16 chunks 8192; `w4a16.cuh` says where each value stands and
-why. The scales of NVFP4 change from e4m3 to e5m3 without loss; the codes under a zero scale become
-zero, the one thing that unpacking does not give back (their values are zero either way).
+first. NVFP4 chunks have 2304 bytes, bf16 chunks 8192 (zeros fill K up to 256); `w4a16.cuh` says
+where each value stands and why. The scales of NVFP4 change from e4m3 to e5m3 without loss; the
+codes under a zero scale become zero, the one thing that unpacking does not give back (their values
+are zero either way).
 """
 
 from collections.abc import Callable, Sequence
@@ -67,6 +68,11 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // CHUNK_ROWS) * CHUNK_ROWS
 
 
+def padded_width(width: int) -> int:
+    """K of bf16 rows after padding to whole chunks."""
+    return -(-width // CHUNK_K) * CHUNK_K
+
+
 def nvfp4_num_bytes(*shape: int) -> int:
     """Bytes of a packed NVFP4 matrix of shape [..., N, K]."""
     *lead, rows, width = shape
@@ -76,7 +82,7 @@ def nvfp4_num_bytes(*shape: int) -> int:
 def bf16_num_bytes(*shape: int) -> int:
     """Bytes of a packed bf16 matrix of shape [..., N, K]."""
     *lead, rows, width = shape
-    return prod(lead) * _tiles(rows, width) * BF16_CHUNK_BYTES
+    return prod(lead) * _tiles(rows, padded_width(width)) * BF16_CHUNK_BYTES
 
 
 def pack_nvfp4(codes: Tensor, scales: Tensor, order: str = "plain") -> Tensor:
@@ -142,9 +148,12 @@ def unpack_nvfp4(
 
 
 def pack_bf16(weight: Tensor, order: str = "plain") -> Tensor:
-    """Pack bf16 weights [..., N, K]; gives uint8 [bf16_num_bytes]; errors as `pack_nvfp4`."""
+    """Pack bf16 weights [..., N, K], zeros behind K; gives uint8 [bf16_num_bytes]."""
     *lead, num_rows, width = weight.shape
     flat = weight.view(torch.int16).reshape(-1, num_rows, width)
+    if width % CHUNK_K:
+        flat = torch.nn.functional.pad(flat, (0, padded_width(width) - width))
+        width = flat.shape[-1]
     packed = np.empty(bf16_num_bytes(*lead, num_rows, width), np.uint8)
     for out, matrix, index in _pieces(packed, flat.shape[0], num_rows, order):
         rows = _take(flat[matrix], index).reshape(-1, 2, 8, width // 64, 4, 4, 2, 2)
@@ -156,10 +165,10 @@ def pack_bf16(weight: Tensor, order: str = "plain") -> Tensor:
 
 def unpack_bf16(packed: Tensor, num_rows: int, width: int, order: str = "plain") -> Tensor:
     """Undo `pack_bf16`: bf16 [matrices, N, K]."""
-    tiles = padded_rows(num_rows) // CHUNK_ROWS
-    rows = packed.numpy().view("<i2").reshape(-1, tiles, width // 64, 4, 8, 4, 2, 2, 2)
-    rows = rows.transpose(0, 1, 7, 4, 2, 5, 3, 6, 8).reshape(len(rows), -1, width)
-    return _restore(rows, num_rows, order).view(torch.bfloat16)
+    tiles, whole = padded_rows(num_rows) // CHUNK_ROWS, padded_width(width)
+    rows = packed.numpy().view("<i2").reshape(-1, tiles, whole // 64, 4, 8, 4, 2, 2, 2)
+    rows = rows.transpose(0, 1, 7, 4, 2, 5, 3, 6, 8).reshape(len(rows), -1, whole)
+    return _restore(rows[..., :width], num_rows, order).view(torch.bfloat16)
 
 
 def nvfp4_packing(codes: str, scales: str, order: str) -> Packing:

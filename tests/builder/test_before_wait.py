@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gpu_build import CONFIG
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
+from inkrt.builder.tactics import find_tactics
+from inkrt.plugins.tactic import CallArgs, Output, TensorArg
 from inkrt.runtime.engine_file import EngineCode, read_code
 from inkrt.runtime.plan import Kernel, Launch, Plan, Ref, Refs, TensorParam
 
@@ -92,6 +95,38 @@ def test_nothing_of_the_own_launch_is_touched_before_the_wait(
         found[f"{launch.op} {kernel.entry}"] = [own[number] for number in early & own.keys()]
     assert {name: early for name, early in found.items() if early} == {}
     assert len(found) > 20 if config is CONFIG else "flint_layers layers" in found
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 9])
+def test_streams_of_tiles_touch_weights_alone(num_tokens: int) -> None:
+    """Neither Flint nor any other engine of these tests has all of their forms."""
+
+    def arg(*shape: int) -> TensorArg:
+        return TensorArg(shape, torch.bfloat16)
+
+    group: CallArgs = {
+        "xs": [arg(num_tokens, 200)] * 2,
+        "weights": [arg(50, 200), arg(7, 200)],
+        "input_of": [1, 0],
+    }
+    partial: CallArgs = {"x": arg(num_tokens, 512), "weight": arg(40, 512), "partial": True}
+    head: CallArgs = {
+        "x": arg(num_tokens, 264), "weight": arg(70, 264), "scales": None, "vocab_size": 67,
+        "cap": 30.0, "logits_dtype": torch.bfloat16, "tp_size": 1, "last_row": False,
+    }  # fmt: skip
+    calls = [("linear_group", group), ("linear", partial)]
+    calls += [("lm_head_sample", head)] if num_tokens <= 8 else []
+    for op, args in calls:
+        for kernel in find_tactics(op, "sm_90a", args)[0].kernels:
+            early = touched_before_wait(compile_ptx(kernel.source, kernel.defines), kernel.entry)
+            names = {getattr(kernel.params[i], "argument", None) for i in early}
+            names |= {getattr(kernel.params[i], "name", None) for i in early}
+            inputs = {"num_tokens", "position", "temperature", "top_k", "top_p", "min_p", "seed"}
+            assert names <= {None, "weight", "weights", "error", *inputs}, kernel.entry
+            outputs = [i for i in early if isinstance(kernel.params[i], Output)]
+            assert outputs == [], kernel.entry
+            if kernel.entry == "ring_linear":
+                assert names & {"weight", "weights"}  # they are asked for before the wait
 
 
 @pytest.mark.parametrize(

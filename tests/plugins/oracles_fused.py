@@ -169,6 +169,12 @@ def sample(
     return (torch.tensor(tokens),), {}
 
 
+def linear_group(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], input_of: Sequence[int]
+) -> Result:
+    return tuple(xs[index] @ weights[i].T for i, index in enumerate(input_of)), {}
+
+
 def lm_head_sample(
     x: Tensor,
     weight: Tensor,
@@ -294,6 +300,7 @@ ORACLES_FUSED: dict[str, Oracle] = {
         all_gather,
         softcap,
         sample,
+        linear_group,
         lm_head_sample,
         qkv_post,
         allreduce_conv_mix,

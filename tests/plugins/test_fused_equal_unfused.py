@@ -85,7 +85,12 @@ def _allreduce_conv_mix(
     return out, torch.stack(rows)
 
 
+def _linear_group(xs, weights, input_of):
+    return [OPS["linear"](xs[i], w, False) for i, w in zip(input_of, weights, strict=True)]
+
+
 UNFUSED = {
+    "linear_group": _linear_group,
     "moe": _moe,
     "lm_head_sample": _lm_head_sample,
     "qkv_post": _qkv_post,

@@ -98,6 +98,12 @@ def _lm_head_sample(dtype: torch.dtype, g: torch.Generator) -> Setup:
     return fixed, {"x": normal(g, dtype, ROWS, 203)}, (0, 0)
 
 
+def _linear_group(dtype: torch.dtype, g: torch.Generator) -> Setup:
+    weights = [normal(g, dtype, rows, 203, scale=0.07) for rows in (57, 16, 1)]
+    xs = [normal(g, dtype, ROWS, 203) for _ in range(2)]
+    return {"weights": weights, "input_of": [0, 1, 0]}, {"xs": xs}, (0, 0, 0)
+
+
 def _qkv_post(dtype: torch.dtype, g: torch.Generator, *, dynamic: bool = False) -> Setup:
     heads, num_kv, size, rel_size, taps = 6, 3, 37, 5, 4
     channels = num_kv * size
@@ -169,6 +175,7 @@ SETUPS: dict[str, Callable[[torch.dtype, torch.Generator], Setup]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "sample": _sample,
+    "linear_group": _linear_group,
     "lm_head_sample": _lm_head_sample,
     "qkv_post": _qkv_post,
     "qkv_post/dynamic": _qkv_post_dynamic,

@@ -48,6 +48,16 @@ BAD: list[tuple[str, Arguments, str]] = [
     ),
     ("sample", {"last_row": True}, "ink::sample: logits has 5 rows, expected 1 with last_row"),
     (
+        "linear_group",
+        {"input_of": [0, 2, 0]},
+        "ink::linear_group: input_of is [0, 2, 0], expected an index below 1 for each of 3 weights",
+    ),
+    (
+        "linear_group",
+        {"xs": []},
+        "ink::linear_group: 0 inputs, expected 1 to 4",
+    ),
+    (
         "lm_head_sample",
         {"vocab_size": 65},
         "ink::lm_head_sample: vocab_size is 65, expected 1 to 64",

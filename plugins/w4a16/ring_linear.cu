@@ -1,0 +1,214 @@
+// y = x W^T of one or several bf16 matrices of one width, as one stream of row tiles; T = 1..8.
+//
+// Block b of a grid of at most one block a multiprocessor takes the row tiles b, b + blocks, ... of
+// all matrices one behind the other. Each warp owns VECTORS / NUM_WARPS vectors of K of every tile, which
+// lie together, and a ring of STAGES stages in shared memory that bulk copies of its own fill: up to
+// 192 KB a multiprocessor are on their way before the wait, and no warp waits for another but to add
+// up a tile. A sum depends on K's split alone, and the split on K: it is that of linear.cu.
+//
+// Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
+// neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides a
+// warp's), STAGES; and what becomes of a product:
+//   RESULT 0  y bf16    RESULT 1  y float32
+//   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
+//             cap tanh(. / cap); and the block's largest and its lowest row, per token, for `sample`
+#include "choice.cuh"
+#include "w4a16.cuh"
+
+static_assert(WEIGHTS == 1, "bf16 weights");
+constexpr int THREADS = NUM_WARPS * 32;
+// Zeros pad a matrix to whole chunks.
+constexpr int VECTORS = (DIM_K + 255) / 256 * CHUNK_VECTORS, NV = VECTORS / NUM_WARPS;
+constexpr int TILE_BYTES = VECTORS * CODE_BYTES, STAGE_BYTES = STAGE_VECTORS * CODE_BYTES;
+constexpr int PARTS = NV / STAGE_VECTORS;  // stages of a warp's share of a tile
+constexpr int HEAD_WARPS = 4;              // that have outputs
+static_assert(VECTORS % NUM_WARPS == 0 && NV % STAGE_VECTORS == 0, "whole shares");
+static_assert(NUM_WARPS >= HEAD_WARPS && DIM_K % 8 == 0, "128 outputs of a tile, 16 bytes of x");
+
+// The number `i` of a list; no array, which would be looked up in memory.
+__device__ constexpr int pick(int) { return 0; }
+template <class... REST>
+__device__ constexpr int pick(int i, int first, REST... rest) {
+  return i == 0 ? first : pick(i - 1, rest...);
+}
+__device__ constexpr int rows_of(int matrix) { return pick(matrix, ROWS); }
+__device__ constexpr int input_of(int matrix) { return pick(matrix, INPUT_OF); }
+__device__ constexpr int first_tile(int matrix) {
+  int tile = 0;
+  for (int m = 0; m < matrix; m++) tile += (rows_of(m) + 15) / 16;
+  return tile;
+}
+constexpr int NUM_TILES = first_tile(MATRICES);
+
+struct Shared {
+  alignas(128) u8 ring[NUM_WARPS * STAGES * STAGE_BYTES];
+  alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];  // two tiles, so one barrier a tile is enough
+  u64 bars[NUM_WARPS * STAGES];
+#if RESULT == 2
+  float best[HEAD_WARPS][MAX_TOKENS];
+  int best_row[HEAD_WARPS][MAX_TOKENS];
+#endif
+};
+
+struct Pointers {
+  const u8* weights[8];
+  const bf16* x[4];
+  void* y[8];
+};
+// What a tile belongs to.
+struct Place {
+  const u8* weights;  // of the tile
+  void* y;
+  int input, rows, first;  // rows of the matrix; the tile's first
+};
+INK_DEVICE Place place_of(const Pointers& p, int tile) {
+  Place place = {p.weights[0], p.y[0], input_of(0), rows_of(0), tile};
+#pragma unroll
+  for (int m = 1; m < MATRICES; m++)
+    if (tile >= first_tile(m))
+      place = {p.weights[m], p.y[m], input_of(m), rows_of(m), tile - first_tile(m)};
+  place.weights += (size_t)place.first * TILE_BYTES;
+  place.first *= 16;
+  return place;
+}
+
+// B operands of the warp's vectors; zeros for rows at T and above, and behind the width.
+INK_DEVICE void load_rows(Activations<NV>& b, const bf16* x, int first, int lane, int T) {
+  const int g = lane >> 2;
+#if DIM_K % 256 == 0
+  load_tokens<NV>(b, g < T ? x + (size_t)g * DIM_K : nullptr, first, lane);
+#else
+#pragma unroll
+  for (int i = 0; i < NV; i++) {
+    const int k = (first + i) * VECTOR_K + (lane & 3) * 16;
+    const bf16* p = x + (size_t)g * DIM_K + k;
+    b.v[i].lo = g < T && k < DIM_K ? load_act16(p) : make_uint4(0, 0, 0, 0);
+    b.v[i].hi = g < T && k + 8 < DIM_K ? load_act16(p + 8) : make_uint4(0, 0, 0, 0);
+  }
+#endif
+}
+
+// A warp's stages. All lanes call everything in the same order.
+struct Stream {
+  const Pointers& pointers;
+  u8* ring;
+  u64* bars;
+  int warp, lane;
+  // The stage to be requested next: part `part` of tile `tile`.
+  int tile = blockIdx.x, part = 0;
+  const u8* source = nullptr;
+  int slot = 0;  // that is used next
+  u32 parity = 0;
+
+  INK_DEVICE void request(int to) {
+    if (tile >= NUM_TILES) return;
+    if (part == 0) source = place_of(pointers, tile).weights + warp * NV * CODE_BYTES;
+    if (lane == 0) {
+      mbar_expect(bars + to, STAGE_BYTES);
+      load_weights(ring + to * STAGE_BYTES, source, STAGE_BYTES, bars + to);
+    }
+    source += STAGE_BYTES;
+    if (++part == PARTS) part = 0, tile += gridDim.x;
+  }
+  INK_DEVICE void start() {
+    if (lane == 0)
+#pragma unroll
+      for (int s = 0; s < STAGES; s++) mbar_init(bars + s, 1);
+#pragma unroll 1
+    for (int s = 0; s < STAGES; s++) request(s);
+    __syncwarp();  // all lanes see the barriers
+  }
+  INK_DEVICE void multiply_stage(Tile& sum, const Tokens* b, int* error) {
+    mbar_wait(bars + slot, parity, error);
+    const u8* stage = ring + slot * STAGE_BYTES + lane * 16;
+#pragma unroll
+    for (int v = 0; v < STAGE_VECTORS; v++) {
+      Codes codes;
+#pragma unroll
+      for (int m = 0; m < 4; m++)
+        codes.w[m] = *(const uint4*)(stage + v * CODE_BYTES + m * 512);
+      multiply(sum, codes, Scales{0, 0}, b[v]);
+    }
+    __syncwarp();  // all lanes are done with the stage
+    request(slot);
+    if (++slot == STAGES) slot = 0, parity ^= 1;
+  }
+};
+
+// Parameters of places that there are not: any pointer. cap, best and best_row are read with
+// RESULT 2 only.
+extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
+    ring_linear(const u8* w0, const u8* w1, const u8* w2, const u8* w3, const u8* w4, const u8* w5,
+                const u8* w6, const u8* w7, const bf16* x0, const bf16* x1, const bf16* x2,
+                const bf16* x3, void* y0, void* y1, void* y2, void* y3, void* y4, void* y5,
+                void* y6, void* y7, float* best, int* best_row, int* error, int num_rows,
+                float cap) {
+  const int T = ONE_TOKEN ? 1 : num_rows;
+  Shared& sm = *(Shared*)dynamic_smem();
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const Pointers pointers = {{w0, w1, w2, w3, w4, w5, w6, w7},
+                             {x0, x1, x2, x3},
+                             {y0, y1, y2, y3, y4, y5, y6, y7}};
+  trigger_first();
+  Stream stream = {pointers, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
+                   lane};
+  stream.start();
+  wait_and_trigger();
+
+  Activations<NV> b;
+  int input = -1;
+  const int token = tid & 7;
+#if RESULT == 2
+  Choice largest = least_choice(0x7FFFFFFF);
+#endif
+  int round = 0;
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < NUM_TILES; tile += gridDim.x, round ^= 1) {
+    const Place place = place_of(pointers, tile);
+    if (place.input != input) {
+      input = place.input;
+      const bf16* x = pointers.x[0];
+#pragma unroll
+      for (int i = 1; i < INPUTS; i++)
+        if (input == i) x = pointers.x[i];
+      load_rows(b, x, warp * NV, lane, T);
+    }
+    Tile sum = zero_tile();
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) stream.multiply_stage(sum, b.v + p * STAGE_VECTORS, error);
+    float* partial = sm.partial[round];
+    store_tile(partial + warp * TILE_SUMS, sum, lane);
+    __syncthreads();
+    const int row = place.first + (tid >> 3);
+    if (tid < 128 && token < T && row < place.rows) {
+      const float y = strided_sum<NUM_WARPS>(partial + (tid >> 3) * TOKEN_COLUMNS + token, TILE_SUMS);
+      const size_t at = (size_t)token * place.rows + row;
+#if RESULT == 0
+      ((bf16*)place.y)[at] = to_bf16(y);
+#elif RESULT == 1
+      ((float*)place.y)[at] = y;
+#else
+      float logit = ROUNDED ? round_bf16(y) : y;
+      if (CAPPED) logit = tanhf(logit / cap) * cap;
+      ((float*)place.y)[at] = logit;
+      keep_better(largest, logit, row);
+#endif
+    }
+  }
+#if RESULT == 2
+  if (warp < HEAD_WARPS) {
+    keep_best_of_warp<8>(largest);
+    if (lane < 8) {
+      sm.best[warp][lane] = largest.value;
+      sm.best_row[warp][lane] = largest.row;
+    }
+  }
+  __syncthreads();
+  if (tid < T) {
+#pragma unroll
+    for (int q = 0; q < HEAD_WARPS; q++) keep_better(largest, sm.best[q][tid], sm.best_row[q][tid]);
+    best[tid * gridDim.x + blockIdx.x] = largest.value;
+    best_row[tid * gridDim.x + blockIdx.x] = largest.row;
+  }
+#endif
+}
