@@ -19,6 +19,7 @@ from inkrt.plugins.tactic import (
     Output,
     Packing,
     Param,
+    Peers,
     Scratch,
     Table,
     Tactic,
@@ -30,6 +31,7 @@ from inkrt.runtime.plan import (
     IntParam,
     Kernel,
     KernelParam,
+    PeersParam,
     Ref,
     Refs,
     TableParam,
@@ -112,6 +114,8 @@ class KernelLowering:
         def lower_param(param: Param) -> KernelParam:
             if isinstance(param, Int32 | Float32):
                 return _number(param)
+            if isinstance(param, Peers):
+                return PeersParam(param.num_bytes)
             if isinstance(param, Output):
                 return TensorParam(outputs[param.index])
             if isinstance(param, InputPointer):
