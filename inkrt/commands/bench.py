@@ -256,7 +256,7 @@ def ops(
     if as_json is not None:
         console.require_writable(as_json)
     with _open(folder, rank_slice) as (executor, config):
-        if len(executor.ranks) > 1:
+        if rank_slice is None and config.tp_size > 1:
             raise EngineMismatchError(
                 f"engine {folder} has {config.tp_size} ranks, and launches are timed on one GPU; "
                 f"add --rank-slice 0/{config.tp_size}"
@@ -272,9 +272,7 @@ def ops(
 
 
 @contextlib.contextmanager
-def _open(
-    folder: Path, rank_slice: str | None
-) -> "Iterator[tuple[CudaExecutor, EngineConfig]]":
+def _open(folder: Path, rank_slice: str | None) -> "Iterator[tuple[CudaExecutor, EngineConfig]]":
     """An engine's executor and configuration; a model's configuration becomes an engine first."""
     from inkrt.commands.bench_ops import engine_folder
     from inkrt.runtime.engine import Engine

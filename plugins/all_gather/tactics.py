@@ -77,7 +77,5 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     if target not in GPU_TARGETS or not fits:
         return []
     words = row_bytes // 4
-    kernel = gather(
-        num_ranks, num_tokens, words, num_ranks * words, x=Pointer("x"), out=Output(0)
-    )
+    kernel = gather(num_ranks, num_tokens, words, num_ranks * words, x=Pointer("x"), out=Output(0))
     return [Tactic("push", (kernel,), (1 + num_ranks) * num_tokens * row_bytes, 0)]

@@ -1,4 +1,4 @@
-"""How `all_reduce` runs on several GPUs: one push of float32 parts to all ranks, see `lamport.cuh`."""
+"""How `all_reduce` runs on several GPUs: one push of float32 parts, see `lamport.cuh`."""
 
 from pathlib import Path
 

@@ -262,9 +262,7 @@ class CudaExecutor:
     def _copy(self, kind: str, source: int, target: int) -> None:
         self._enter()
         self._queue.clear()
-        self._threads.run(
-            lambda index: self.ranks[index].memory.copy_entries(kind, source, target)
-        )
+        self._threads.run(lambda index: self.ranks[index].memory.copy_entries(kind, source, target))
 
     def _require_alive(self, slot: int, position: int) -> None:
         if self.ranks[0].is_busy():

@@ -94,9 +94,7 @@ class Gpu:
         kernels = [k for launch in plan.launches[:until] for k in launch.kernels]
         return Graph(self, [(kernel.entry, None, True) for kernel in kernels])
 
-    def add_kernel(
-        self, builder: Builder, kernel: Kernel, params: list[Any], *, pdl: bool
-    ) -> None:
+    def add_kernel(self, builder: Builder, kernel: Kernel, params: list[Any], *, pdl: bool) -> None:
         builder.work.append((kernel.entry, params, pdl))
 
     def param(self, _plan: Plan, param: Any) -> Any:

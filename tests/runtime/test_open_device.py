@@ -107,6 +107,7 @@ def test_a_driver_that_is_missing_is_left_to_the_device() -> None:
 
 class Peers:
     """A driver with some GPUs, of which pairs are connected one way."""
+
     # ruff: noqa: N802 (the driver's own names)
 
     CUresult = SimpleNamespace(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED=704)
@@ -233,9 +234,7 @@ def test_an_engine_that_does_not_open_leaves_no_memory_taken(
     monkeypatch.setattr(cuda_rank, "DeviceMemory", lambda *_: memory)
     monkeypatch.setattr(CudaRank, "capture", capture)
     monkeypatch.setattr(CudaRank, "enter", lambda _: None)
-    driver = SimpleNamespace(
-        cuCtxGetCurrent=lambda: (0, 1), cuDriverGetVersion=lambda: (0, 13_000)
-    )
+    driver = SimpleNamespace(cuCtxGetCurrent=lambda: (0, 1), cuDriverGetVersion=lambda: (0, 13_000))
     monkeypatch.setattr("cuda.bindings.driver", driver)
     before = threading.active_count()
     with pytest.raises(error):
@@ -260,5 +259,7 @@ def test_a_slice_gives_no_tokens(call: Callable[[Any], object]) -> None:
     executor.rank_slice = RankSlice(1, 2)
     executor.ranks = [SimpleNamespace(enter=lambda: None)]  # type: ignore[list-item]
     executor._queue = DecodeQueue(executor)
-    with pytest.raises(EngineMismatchError, match="a rank slice 1/2, collectives looped back, comp"):
+    with pytest.raises(
+        EngineMismatchError, match="a rank slice 1/2, collectives looped back, comp"
+    ):
         call(executor)

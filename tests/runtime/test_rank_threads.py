@@ -39,7 +39,7 @@ def test_each_rank_keeps_the_order_and_nobody_is_waited_for() -> None:
     assert calls == {0: list(range(20)), 1: [], 2: []}
     gate.set()
     threads.join()
-    assert calls == dict.fromkeys(range(3), list(range(20)))
+    assert calls == {rank: list(range(20)) for rank in range(3)}
     threads.close()
 
 
