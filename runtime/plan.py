@@ -239,7 +239,7 @@ def inbox_bytes(plans: Iterable[Plan], num_ranks: int) -> int:
     """Bytes that a rank keeps so that others can send it something: inbox, state and addresses."""
     slot = slot_bytes(plans)
     table = (PEER_WORDS + 2 * num_ranks) * ADDRESS_BYTES
-    return slot and INBOX_BUFFERS * num_ranks * slot + INBOX_ALIGNMENT + table
+    return slot and INBOX_BUFFERS * num_ranks * slot + TURN_BYTES + table
 
 
 def tables(plan: Plan) -> list[TableParam]:
@@ -257,6 +257,8 @@ ADDRESS_BYTES = 8
 # Of an inbox: buffers that launches use in turn, and what slots are aligned to. In front of the
 # addresses a table of peers has this many words. See `plugins/all_reduce/peer.cuh`.
 INBOX_BUFFERS, INBOX_ALIGNMENT, PEER_WORDS = 3, 256, 3
+# Eight bytes for each block of the largest grid.
+TURN_BYTES = 8 * 132
 # Storage of scratch that an engine has no memory for: of launches that a benchmark makes up.
 LOOSE = "loose"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "uint8": 1}

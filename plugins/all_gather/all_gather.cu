@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (u32 q = first; q < quads; q += count) exchange.send16(q * 16, load_quad(x, q, words));
   exchange.clear(first, count);
   __syncthreads();
-  if (threadIdx.x == 0) exchange.end(quads * 16, gridDim.x);
+  exchange.end(quads * 16, gridDim.x);
 #if HAS_BEST  // row by row
   __shared__ float values[WARPS];
   __shared__ int columns[WARPS];

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (u32 q = first; q < quads; q += count) exchange.send16(q * 16, load_act16(x + q * 4));
   exchange.clear(first, count);
   __syncthreads();
-  if (threadIdx.x == 0) exchange.end(quads * 16, gridDim.x);
+  exchange.end(quads * 16, gridDim.x);
   for (u32 q = first; q < quads; q += count) {
     uint4 parts[RANKS];
     exchange.receive16(q * 16, load_act16(x + q * 4), parts);

@@ -14,20 +14,39 @@
 // orders of small examples.
 //
 // Every launch of the engine takes part, with any size: `turn` holds the number of the buffer and how
-// many bytes of every slot the launch before has filled. Sizes must be the same on all ranks.
+// many bytes of every slot the launch before has filled. Sizes must be the same on all ranks. Each
+// block has a turn of its own, which no other reads, so none has to wait for the others to have read
+// it; those of blocks that a launch does not have, its blocks share among them.
 #ifndef INK_LAMPORT_CUH
 #define INK_LAMPORT_CUH
 #include "all_reduce/peer.cuh"
 
 constexpr u32 EMPTY = 0xFFFFFFFFu, NAN_WORD = 0x7FFF7FFFu;  // NaN as float and as two bf16
-constexpr u32 BUFFERS = 3;
+constexpr u32 BUFFERS = 3, MAX_BLOCKS = 132;
+// Of a block. Buffer of the next launch, bytes of a slot that the last one filled.
+struct Turn {
+  u32 buffer, filled;
+};
 // About three seconds; ranks do not start a step at the same time.
 constexpr u32 PEER_SPIN_LIMIT = 1u << 22;
 // Error word: kind, rank that was waited for, and 1 + rank that gave up, a byte each.
 constexpr int ERROR_PEER = 3;
 
+// What the executor writes (runtime/executor/peers.py); it does not change while kernels run.
+// RANKS: of the engine.
+struct Peers {
+  u64 rank;        // of this GPU
+  u64 slot_bytes;  // of an inbox
+  Turn* turns;     // of this GPU, MAX_BLOCKS
+  u8* inbox[RANKS];
+  int* error[RANKS];  // error words
+};
+
 INK_DEVICE u32 not_empty(u32 v) {
   return v == EMPTY ? NAN_WORD : v;
+}
+INK_DEVICE uint4 not_empty(const uint4& v) {
+  return make_uint4(not_empty(v.x), not_empty(v.y), not_empty(v.z), not_empty(v.w));
 }
 INK_DEVICE bool has_empty(const uint4& v) {
   return max(max(v.x, v.y), max(v.z, v.w)) == EMPTY;
@@ -38,7 +57,7 @@ struct Exchange {
   u8* own_inbox;  // by itself: registers have no index
   u64 slot_bytes;
   u32 rank, buffer, filled, limit;
-  u32* turn;
+  Turn* turns;
   int* error;
   const Peers* peers;
 
@@ -46,14 +65,14 @@ struct Exchange {
   INK_DEVICE Exchange(const Peers* peers, int* error) : error(error), peers(peers) {
     rank = (u32)peers->rank;
     slot_bytes = peers->slot_bytes;
-    turn = peers->turn;
+    turns = peers->turns;
 #pragma unroll
     for (int r = 0; r < RANKS; r++) inbox[r] = peers->inbox[r];
     own_inbox = peers->inbox[rank];
   }
-  // Behind pdl_wait(), by all threads, which then all go to `end`.
+  // Behind pdl_wait(), by all threads that send, receive or clear.
   INK_DEVICE void begin() {
-    const uint2 now = load_act8(turn);
+    const uint2 now = load_act8(turns + blockIdx.x);
     const u32 code = load_act4(error);
     buffer = now.x;
     filled = now.y;
@@ -66,31 +85,49 @@ struct Exchange {
   }
   // Sixteen bytes of this rank's part to all others.
   INK_DEVICE void send16(u64 offset, uint4 v) const {
-    v = make_uint4(not_empty(v.x), not_empty(v.y), not_empty(v.z), not_empty(v.w));
+    v = not_empty(v);
 #pragma unroll
     for (u32 r = 0; r < RANKS; r++)
       if (r != rank) store_inbox16(place(inbox[r], buffer, rank, offset), v);
   }
-  // Sixteen bytes of every rank's part, in rank order; `own` are those of this one.
-  INK_DEVICE void receive16(u64 offset, const uint4& own, uint4 (&parts)[RANKS]) {
+  // Sixteen bytes of every rank's part, in rank order, at N offsets; `own` are those of this one.
+  // Places that are not wanted are left as they are.
+  template <int N>
+  INK_DEVICE void receive16(const u64 (&offset)[N], const bool (&is_wanted)[N],
+                            const uint4 (&own)[N], uint4 (&parts)[N][RANKS]) {
     u32 missing = 0;
 #pragma unroll 1
     for (u32 spins = 0;; spins++) {
       bool is_complete = true;
 #pragma unroll
-      for (u32 r = 0; r < RANKS; r++)
-        parts[r] = r == rank ? own : load_inbox16(place(own_inbox, buffer, r, offset));
+      for (int n = 0; n < N; n++)
 #pragma unroll
-      for (u32 r = 0; r < RANKS; r++)
-        if (r != rank && has_empty(parts[r])) {
-          is_complete = false;
-          missing = r;
-        }
+        for (u32 r = 0; r < RANKS; r++)
+          if (is_wanted[n])
+            parts[n][r] = r == rank ? not_empty(own[n])
+                                    : load_inbox16(place(own_inbox, buffer, r, offset[n]));
+#pragma unroll
+      for (int n = 0; n < N; n++)
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
+          if (is_wanted[n] && r != rank && has_empty(parts[n][r])) {
+            is_complete = false;
+            missing = r;
+          }
       if (is_complete) return;
       if (spins >= limit) break;
     }
     if (limit) fail(ERROR_PEER | missing << 8 | (rank + 1) << 16);
     limit = 0;
+  }
+  INK_DEVICE void receive16(u64 offset, const uint4& own, uint4 (&parts)[RANKS]) {
+    const u64 offsets[1] = {offset};
+    const bool is_wanted[1] = {true};
+    const uint4 owns[1] = {own};
+    uint4 all[1][RANKS];
+    receive16<1>(offsets, is_wanted, owns, all);
+#pragma unroll
+    for (u32 r = 0; r < RANKS; r++) parts[r] = all[0][r];
   }
   // Empty what the launch before has filled: thread `first` of `count`.
   INK_DEVICE void clear(u32 first, u32 count) const {
@@ -102,13 +139,11 @@ struct Exchange {
         for (u64 at = (u64)first * 16; at < filled; at += (u64)count * 16)
           store_inbox16(place(own_inbox, before, r, at), empty);
   }
-  // By one thread of each of the launch's `blocks`, behind a barrier that follows `begin`: the last
-  // block hands over to the next launch, which fills num_bytes of a slot less than this one.
+  // By all threads of the launch's `blocks`, the first ones of its grid, behind a barrier of the block
+  // that follows `begin`: the launch has filled num_bytes of a slot.
   INK_DEVICE void end(u32 num_bytes, u32 blocks) const {
-    if (arrive(turn + 2) + 1 < blocks) return;
-    turn[0] = (buffer + 1) % BUFFERS;
-    turn[1] = num_bytes;
-    turn[2] = 0;
+    for (u32 i = blockIdx.x + threadIdx.x * blocks; i < MAX_BLOCKS; i += blockDim.x * blocks)
+      *(uint2*)(turns + i) = make_uint2((buffer + 1) % BUFFERS, num_bytes);
   }
   // All ranks learn of it, so that none hands on what it made of missing parts.
   INK_DEVICE void fail(u32 code) const {

@@ -1,17 +1,7 @@
-// The table of peers, which the executor writes, and accesses to memory that another GPU reads or
-// writes.
+// Accesses to memory that another GPU reads or writes.
 #ifndef INK_PEER_CUH
 #define INK_PEER_CUH
 #include "device.cuh"
-
-// RANKS: of the engine. All of it is fixed when a kernel starts, but what the addresses lead to.
-struct Peers {
-  u64 rank;        // of this GPU
-  u64 slot_bytes;  // of an inbox
-  u32* turn;       // of this GPU: see lamport.cuh
-  u8* inbox[RANKS];
-  int* error[RANKS];  // error words
-};
 
 INK_DEVICE uint4 load_inbox16(const void* p) {
   uint4 v;

@@ -22,8 +22,8 @@ from inkrt.runtime.executor.weight_loader import (
 from inkrt.runtime.plan import (
     ADDRESS_BYTES,
     DTYPE_BYTES,
-    INBOX_ALIGNMENT,
     PEER_WORDS,
+    TURN_BYTES,
     Plan,
     TableParam,
     TensorParam,
@@ -159,8 +159,8 @@ class DeviceMemory:
         """Write the table of peers from the mailboxes of all ranks."""
         if not self.slot_bytes:
             return
-        turn = self.base + self.region("turn").offset
-        table = peer_table(self.rank, self.slot_bytes, turn, mailboxes)
+        turns = self.base + self.region("turns").offset
+        table = peer_table(self.rank, self.slot_bytes, turns, mailboxes)
         self._send(self.peers, table.ctypes.data, table.nbytes)
         self.check(self._driver.cuStreamSynchronize(self._stream))
 
@@ -233,7 +233,7 @@ class DeviceMemory:
         self.slot_bytes = slot_bytes(plans.values())
         if self.slot_bytes:
             num_ranks = self._config.tp_size
-            arena.add("turn", INBOX_ALIGNMENT)
+            arena.add("turns", TURN_BYTES)
             arena.add("inbox", inbox_size(self.slot_bytes, num_ranks))
             arena.add("peers", (PEER_WORDS + 2 * num_ranks) * ADDRESS_BYTES)
         self._tables = {

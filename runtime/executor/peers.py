@@ -58,17 +58,17 @@ def inbox_size(slot_bytes: int, num_ranks: int) -> int:
 
 
 def peer_table(
-    rank: int, slot_bytes: int, turn: int, mailboxes: Sequence[Mailbox]
+    rank: int, slot_bytes: int, turns: int, mailboxes: Sequence[Mailbox]
 ) -> NDArray[np.uint64]:
     """The table of a rank.
 
     Args:
         rank: of the table's owner.
         slot_bytes: of a slot of an inbox.
-        turn: address of the owner's state of exchanges.
+        turns: address of the owner's turns.
         mailboxes: of all ranks.
     """
-    head = (rank, slot_bytes, turn)
+    head = (rank, slot_bytes, turns)
     assert len(head) == PEER_WORDS
     inboxes = [mailbox.inbox for mailbox in mailboxes]
     errors = [mailbox.error for mailbox in mailboxes]
