@@ -36,10 +36,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   exchange.begin();
   const u32 rows = IS_WIDE ? min(load_act_int(num_tokens), NUM_TOKENS) : NUM_TOKENS;
   const u32 words = rows * ROW_WORDS, quads = (words + 3) / 4;
-  for (u32 q = first; q < quads; q += count) exchange.send16(q * 16, load_quad(x, q, words));
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (first < quads) v = load_quad(x, first, words);
+  exchange.ready();
+  for (u32 q = first; q < quads; q += count)
+    exchange.send16(q * 16, q == first ? v : load_quad(x, q, words));
   exchange.clear(first, count);
   __syncthreads();
-  exchange.end(quads * 16, gridDim.x);
+  exchange.end(quads * 16, gridDim.x, THREADS);
 #if HAS_BEST  // row by row
   __shared__ float values[WARPS];
   __shared__ int columns[WARPS];

@@ -14,10 +14,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   exchange.begin();
   const u32 rows = IS_WIDE ? min(load_act_int(num_tokens), NUM_TOKENS) : NUM_TOKENS;
   const u32 quads = rows * ROW_QUADS;
-  for (u32 q = first; q < quads; q += count) exchange.send16(q * 16, load_act16(x + q * 4));
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (first < quads) v = load_act16(x + first * 4);
+  exchange.ready();
+  for (u32 q = first; q < quads; q += count)
+    exchange.send16(q * 16, q == first ? v : load_act16(x + q * 4));
   exchange.clear(first, count);
   __syncthreads();
-  exchange.end(quads * 16, gridDim.x);
+  exchange.end(quads * 16, gridDim.x, THREADS);
   for (u32 q = first; q < quads; q += count) {
     uint4 parts[RANKS];
     exchange.receive16(q * 16, load_act16(x + q * 4), parts);

@@ -56,7 +56,7 @@ struct Exchange {
   u8* inbox[RANKS];
   u8* own_inbox;  // by itself: registers have no index
   u64 slot_bytes;
-  u32 rank, buffer, filled, limit;
+  u32 rank, buffer, filled, code, limit;
   Turn* turns;
   int* error;
   const Peers* peers;
@@ -70,12 +70,15 @@ struct Exchange {
     for (int r = 0; r < RANKS; r++) inbox[r] = peers->inbox[r];
     own_inbox = peers->inbox[rank];
   }
-  // Behind pdl_wait(), by all threads that send, receive or clear.
+  // Behind pdl_wait(), by all threads that send, receive or clear. It asks for what `ready` waits for,
+  // so in between a thread should ask for what it will send.
   INK_DEVICE void begin() {
     const uint2 now = load_act8(turns + blockIdx.x);
-    const u32 code = load_act4(error);
+    code = load_act4(error);
     buffer = now.x;
     filled = now.y;
+  }
+  INK_DEVICE void ready() {
     limit = code ? 0 : PEER_SPIN_LIMIT;
     // What a rank sends after a failure is worth nothing, and its peers must know before they see it.
     if (code) fail(code >> 16 ? code : code | (rank + 1) << 16);
@@ -139,10 +142,10 @@ struct Exchange {
         for (u64 at = (u64)first * 16; at < filled; at += (u64)count * 16)
           store_inbox16(place(own_inbox, before, r, at), empty);
   }
-  // By all threads of the launch's `blocks`, the first ones of its grid, behind a barrier of the block
-  // that follows `begin`: the launch has filled num_bytes of a slot.
-  INK_DEVICE void end(u32 num_bytes, u32 blocks) const {
-    for (u32 i = blockIdx.x + threadIdx.x * blocks; i < MAX_BLOCKS; i += blockDim.x * blocks)
+  // By the first `threads` of each of the launch's first `blocks`, which are all that take part,
+  // behind a barrier of the block that follows `begin`: the launch has filled num_bytes of a slot.
+  INK_DEVICE void end(u32 num_bytes, u32 blocks, u32 threads) const {
+    for (u32 i = blockIdx.x + threadIdx.x * blocks; i < MAX_BLOCKS; i += threads * blocks)
       *(uint2*)(turns + i) = make_uint2((buffer + 1) % BUFFERS, num_bytes);
   }
   // All ranks learn of it, so that none hands on what it made of missing parts.

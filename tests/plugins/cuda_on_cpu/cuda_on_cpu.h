@@ -113,7 +113,7 @@ struct Cluster {
 inline Thread* current = nullptr;
 inline ucontext_t scheduler;
 inline std::function<void()> body;
-inline Index grid_size, block_size;
+inline Index grid_size;
 inline std::vector<Publish> publish;
 
 [[noreturn]] inline void fail(const char* what) {
@@ -199,7 +199,6 @@ struct Stacks {
 inline void launch(unsigned blocks, unsigned threads, unsigned cluster_size, size_t smem_bytes,
                    int order, bool together) {
   grid_size = {blocks, 1, 1};
-  block_size = {threads, 1, 1};
   const unsigned at_once = together ? blocks : cluster_size;
   Stacks stacks(threads * at_once);
   for (unsigned first = 0; first < blocks; first += at_once) {
@@ -260,7 +259,6 @@ void call(void (*kernel)(A...), void** args) {
 #define threadIdx (emu::current->index)
 #define blockIdx (emu::current->block->index)
 #define gridDim (emu::grid_size)
-#define blockDim (emu::block_size)
 static inline void __syncthreads() {
   emu::Block* b = emu::current->block;
   emu::meet(b->barrier, [b] { return b->alive; });
