@@ -1,4 +1,4 @@
-"""How `allreduce_conv_mix` runs on several ranks: the sum in front of what one rank does with it."""
+"""How `allreduce_conv_mix` runs on several ranks: the sum, and what one rank does with it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,9 @@ def find_tactics(target: str, args: CallArgs, of_one_rank: FindTactics) -> list[
     sum_in_scratch = Scratch("summed", 2 * num_rows * width)
     (push,) = in_front[0].kernels
     push = _moved(push, {Pointer("x"): Pointer("partial"), Output(0): sum_in_scratch})
-    rest = tuple(_moved(kernel, {Pointer("partial"): sum_in_scratch}) for kernel in alone[0].kernels)
+    rest = tuple(
+        _moved(kernel, {Pointer("partial"): sum_in_scratch}) for kernel in alone[0].kernels
+    )
     tactics.append(Tactic("push_in_front", (push, *rest), alone[0].bytes + 2 * extra, 0))
     return tactics
 

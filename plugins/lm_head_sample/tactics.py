@@ -2,6 +2,7 @@
 
 import torch
 
+from inkrt.plugins.lm_head_sample import ranks
 from inkrt.plugins.tactic import CallArgs, Output, Pointer, Tactic, number_arg, tensor_arg
 from inkrt.plugins.w4a16.parts import is_supported, matrix_names
 from inkrt.plugins.w4a16.shapes import Dims
@@ -9,15 +10,14 @@ from inkrt.plugins.w4a16.tactics import head_depths, lm_head
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
-    """The kernel for one rank, unpadded rows, no softcap and float32 logits."""
+    """The kernel for unpadded rows of one rank, no softcap and float32 logits."""
+    if args["tp_size"] != 1:
+        return ranks.find_tactics(target, args, find_tactics)
     x, weight = tensor_arg(args, "x"), tensor_arg(args, "weight")
     num_tokens, hidden = x.shape
     vocab_size = int(number_arg(args, "vocab_size"))
     fits = (
-        args["tp_size"] == 1
-        and args["cap"] == 0
-        and args["logits_dtype"] == torch.float32
-        and weight.shape[0] == vocab_size
+        args["cap"] == 0 and args["logits_dtype"] == torch.float32 and weight.shape[0] == vocab_size
     )
     if not is_supported(target, x) or not fits:
         return []
