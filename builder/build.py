@@ -62,7 +62,7 @@ from inkrt.runtime.engine_file import (
     encode_config,
     plan_file,
 )
-from inkrt.runtime.plan import DTYPE_BYTES, Plan, table_bytes
+from inkrt.runtime.plan import DTYPE_BYTES, Plan, inbox_bytes, table_bytes
 
 Progress = Callable[[str], None]
 
@@ -173,7 +173,7 @@ def prepare(
         plans,
         tensors,
         layout,
-        _memory_table(tensors, layout, plans),
+        _memory_table(tensors, layout, plans, options.tp_size),
         _engine_code(plans, target, tensors, options),
         drafter,
     )
@@ -304,7 +304,7 @@ def _state_layout(module: nn.Module, state: StateOptions) -> StateLayout:
 
 
 def _memory_table(
-    tensors: list[PackedTensor], layout: StateLayout, plans: dict[str, Plan]
+    tensors: list[PackedTensor], layout: StateLayout, plans: dict[str, Plan], tp_size: int
 ) -> MemoryTable:
     def size(kind: str) -> int:
         return sum(
@@ -319,7 +319,8 @@ def _memory_table(
         paged_state=paged,
         ring_state=size("ring"),
         arena=max(plan.arena_bytes for plan in plans.values()),
-        kept=sum(plan.scratch_bytes + table_bytes(plan) for plan in plans.values()),
+        kept=sum(plan.scratch_bytes + table_bytes(plan) for plan in plans.values())
+        + inbox_bytes(plans.values(), tp_size),
         paged_bytes_per_token=paged // (layout.num_pages * layout.page_tokens),
     )
 

@@ -19,6 +19,7 @@ from inkrt.plugins.tactic import (
     Output,
     Packing,
     Param,
+    Peers,
     Scratch,
     Table,
     Tactic,
@@ -30,6 +31,7 @@ from inkrt.runtime.plan import (
     IntParam,
     Kernel,
     KernelParam,
+    PeersParam,
     Ref,
     Refs,
     TableParam,
@@ -110,8 +112,8 @@ class KernelLowering:
             return packed[name] if name in packed else _tensors(name, args[name])
 
         def lower_param(param: Param) -> KernelParam:
-            if isinstance(param, Int32 | Float32):
-                return _number(param)
+            if isinstance(param, Peers | Int32 | Float32):
+                return _fixed(param)
             if isinstance(param, Output):
                 return TensorParam(outputs[param.index])
             if isinstance(param, InputPointer):
@@ -171,7 +173,10 @@ class KernelLowering:
         return self._packed_index[storages[0]]
 
 
-def _number(param: Int32 | Float32) -> KernelParam:
+def _fixed(param: Peers | Int32 | Float32) -> KernelParam:
+    """A parameter that no tensor of the call is part of."""
+    if isinstance(param, Peers):
+        return PeersParam(param.num_bytes)
     return IntParam(param.value) if isinstance(param, Int32) else FloatParam(param.value)
 
 

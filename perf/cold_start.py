@@ -233,16 +233,16 @@ def cold_start(engine: Path, start: float) -> dict[str, Any]:
 
     from inkrt.runtime import engine as engine_module
     from inkrt.runtime.executor import cuda as cuda_module
-    from inkrt.runtime.executor import cuda_memory
+    from inkrt.runtime.executor import cuda_memory, cuda_rank
 
     imported_cuda = time.monotonic()
     stages = Stages()
     stages.time(engine_module, "require_files", "open: files checked")
-    stages.time(cuda_module, "read_code", "open: plans and code read")
-    stages.time(cuda_module, "_open_device", "open: GPU context")
+    stages.time(cuda_rank, "read_code", "open: plans and code read")
+    stages.time(cuda_module, "open_device", "open: GPU context")
     stages.time(cuda_memory.DeviceMemory, "__init__", "open: memory")
     stages.time(cuda_memory.DeviceMemory, "_load", "open: weights")
-    stages.time(cuda_module.CudaExecutor, "_capture", "open: graphs")
+    stages.time(cuda_rank.CudaRank, "capture", "open: graphs")
     with LLM(engine) as llm:
         opened = time.monotonic()
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

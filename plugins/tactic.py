@@ -114,7 +114,21 @@ class Float32:
     value: float
 
 
-Param = Pointer | Output | Scratch | Table | InputPointer | Int32 | Float32
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Kernel parameter: address of the `Peers` of `all_reduce/peer.cuh`, ways to the other ranks.
+
+    Every rank has one inbox, which others write to. All launches that have this parameter share it,
+    over all steps of an engine, in the order in which they run, which is the same on all ranks.
+
+    Attributes:
+        num_bytes: most that a launch sends to each other rank.
+    """
+
+    num_bytes: int
+
+
+Param = Pointer | Output | Scratch | Table | InputPointer | Peers | Int32 | Float32
 
 
 @dataclass(frozen=True, slots=True)

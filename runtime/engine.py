@@ -15,6 +15,7 @@ from inkrt.runtime.engine_file import (
     require_files,
 )
 from inkrt.runtime.executor import Executor, open_executor
+from inkrt.runtime.executor.peers import RankSlice
 from inkrt.runtime.session import Session
 from inkrt.runtime.state import StateManager
 from inkrt.runtime.tokenizer import Tokenizer
@@ -40,22 +41,28 @@ class Engine:
         self.states = StateManager(config.state, config.max_seq_len, config.rebuild_command)
 
     @classmethod
-    def open(cls, folder: str | Path, *, verify: bool = False) -> Self:
+    def open(
+        cls, folder: str | Path, *, verify: bool = False, rank_slice: str | None = None
+    ) -> Self:
         """Check an engine folder and load it.
 
         Args:
             folder: written by ink-build.
             verify: also compare the sha256 of every file.
+            rank_slice: "R/N" runs rank R of N alone on one GPU, what it sends to others coming back
+                to itself, to time it; it gives no tokens. None runs all ranks.
 
         Raises:
             EngineFormatError: damaged, or not an engine.
             EngineMismatchError: this machine or this version cannot run it.
             CapacityError: it does not fit into memory.
+            ConfigError: `rank_slice` is none.
         """
+        part = None if rank_slice is None else RankSlice.parse(rank_slice)
         folder = Path(folder)
         config = read_config(folder)
         require_files(folder, config, verify_hashes=verify)
-        return cls(folder, config, open_executor(folder, config))
+        return cls(folder, config, open_executor(folder, config, part))
 
     @staticmethod
     def check(folder: str | Path, *, verify: bool = False) -> list[str]:

@@ -26,7 +26,7 @@ from inkrt.errors import EngineFormatError, EngineMismatchError
 from inkrt.runtime.plan import Plan
 
 FORMAT = "ink-engine"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 CONFIG_NAME = "config.json"
 DRAFT_STEP = "draft"
 TOKENIZER_FILES = (
@@ -128,7 +128,8 @@ class MemoryTable(Struct, frozen=True, forbid_unknown_fields=True):
         paged_state: all pages of all paged buffers.
         ring_state: all rings of all slots.
         arena: scratch memory of the largest step.
-        kept: what launches of all steps keep from run to run, and tables of addresses.
+        kept: what launches of all steps keep from run to run, tables of addresses and the inbox for
+            other ranks.
         paged_bytes_per_token: what one more token of context costs.
     """
 

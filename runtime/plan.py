@@ -4,7 +4,7 @@ This module owns the types of what an engine executes and knows neither how plan
 (builder) nor how they run (runtime.executor). Every rank of an engine runs the same plan.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -85,6 +85,16 @@ class TableParam(Struct, frozen=True, tag="table"):
     tensors: tuple[int, ...]
 
 
+class PeersParam(Struct, frozen=True, tag="peers"):
+    """Kernel parameter: address of the rank's table of peers, one for all launches of an engine.
+
+    Attributes:
+        num_bytes: most that the launch sends to each other rank.
+    """
+
+    num_bytes: int
+
+
 class IntParam(Struct, frozen=True, tag="int"):
     """Kernel parameter: int32."""
 
@@ -97,7 +107,7 @@ class FloatParam(Struct, frozen=True, tag="float"):
     value: float
 
 
-KernelParam = TensorParam | TableParam | IntParam | FloatParam
+KernelParam = TensorParam | TableParam | PeersParam | IntParam | FloatParam
 
 
 class Kernel(Struct, frozen=True):
@@ -212,9 +222,29 @@ def dangling(plan: Plan, cubins: Container[str]) -> str | None:
     return None
 
 
+def kernel_params(plan: Plan) -> Iterator[KernelParam]:
+    """Parameters of all kernels of a plan."""
+    for launch in plan.launches:
+        for kernel in launch.kernels:
+            yield from kernel.params
+
+
+def slot_bytes(plans: Iterable[Plan]) -> int:
+    """Size of what one rank sends another in one launch of the plans at most; 0 if none sends."""
+    sizes = (p.num_bytes for x in plans for p in kernel_params(x) if isinstance(p, PeersParam))
+    return -(-max(sizes, default=0) // INBOX_ALIGNMENT) * INBOX_ALIGNMENT
+
+
+def inbox_bytes(plans: Iterable[Plan], num_ranks: int) -> int:
+    """Bytes that a rank keeps so that others can send it something: inbox, state and addresses."""
+    slot = slot_bytes(plans)
+    table = (PEER_WORDS + 2 * num_ranks) * ADDRESS_BYTES
+    return slot and INBOX_BUFFERS * num_ranks * slot + TURN_BYTES + table
+
+
 def tables(plan: Plan) -> list[TableParam]:
     """The tables that a plan's kernels read, each once."""
-    params = (p for launch in plan.launches for kernel in launch.kernels for p in kernel.params)
+    params = kernel_params(plan)
     return list(dict.fromkeys(param for param in params if isinstance(param, TableParam)))
 
 
@@ -224,6 +254,11 @@ def table_bytes(plan: Plan) -> int:
 
 
 ADDRESS_BYTES = 8
+# Of an inbox: buffers that launches use in turn, and what slots are aligned to. In front of the
+# addresses a table of peers has this many words. See `plugins/all_reduce/peer.cuh`.
+INBOX_BUFFERS, INBOX_ALIGNMENT, PEER_WORDS = 3, 256, 3
+# Eight bytes for each block of the largest grid.
+TURN_BYTES = 8 * 132
 # Storage of scratch that an engine has no memory for: of launches that a benchmark makes up.
 LOOSE = "loose"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "uint8": 1}

@@ -26,6 +26,15 @@ _Steps = Annotated[
     str, typer.Option(help="Steps, also by kind (verify), with commas; default: all of the engine.")
 ]
 _Runs = Annotated[int, typer.Option(min=1, help="Graph replays per figure.")]
+_RankSlice = Annotated[
+    str | None,
+    typer.Option(
+        "--rank-slice",
+        metavar="R/N",
+        help="Run rank R of N alone on one GPU, what it sends to others coming back to itself: "
+        "times of what one rank does.",
+    ),
+]
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write figures.")]
 
 
@@ -40,6 +49,7 @@ def engine(
     runs: Annotated[
         int | None, typer.Option(min=1, help="Runs per figure.  [default: 60; 20 with --costs]")
     ] = None,
+    rank_slice: _RankSlice = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also price each launch; prices add up to the step.")
     ] = False,
@@ -91,6 +101,7 @@ def engine(
         ("--steps", bool(steps)),
         ("--profile", profile),
         ("--profile-runs", profile_runs is not None),
+        ("--rank-slice", rank_slice is not None),
     )
     if not acceptance:
         _refuse(of_speculation, "only --acceptance has a use for it; add that or leave it out")
@@ -135,7 +146,7 @@ def engine(
     if profile_runs is not None and not profile:
         raise UsageError("--profile-runs is for --profile; add it or leave it out")
     cut_runs = (profile_runs or runs) if profile else 0
-    with _open(folder) as (executor, config):
+    with _open(folder, rank_slice) as (executor, config):
         columns = ("context", "median us", "min us", "MB", "floor us")
         console.say(f"{'step':<10}" + "".join(f"{name:>11}" for name in columns))
         rows = [
@@ -209,6 +220,7 @@ def ops(
     steps: _Steps = "",
     context: Annotated[int, typer.Option(min=0, help="Positions in front of every step.")] = 8192,
     runs: _Runs = 60,
+    rank_slice: _RankSlice = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Time all tactics and add them to the timing cache.")
     ] = False,
@@ -224,6 +236,8 @@ def ops(
 
     writer = None
     if tune:
+        if rank_slice is not None:
+            raise ConfigError("--rank-slice: of no use with --tune; leave it out")
         if not commit:
             raise UsageError("the timing cache records the sources' commit; add: --commit HASH")
         writer = CacheWriter(timing_cache, commit)
@@ -231,7 +245,12 @@ def ops(
         raise UsageError("--timing-cache and --commit are for --tune; add it or leave them out")
     if as_json is not None:
         console.require_writable(as_json)
-    with _open(folder) as (executor, config):
+    with _open(folder, rank_slice) as (executor, config):
+        if rank_slice is None and config.tp_size > 1:
+            raise EngineMismatchError(
+                f"engine {folder} has {config.tp_size} ranks, and launches are timed on one GPU; "
+                f"add --rank-slice 0/{config.tp_size}"
+            )
         bench = Bench(executor, config, context, runs, writer)
         fitting = _fitting(config, _chosen(config, steps), [context])
         try:
@@ -243,17 +262,25 @@ def ops(
 
 
 @contextlib.contextmanager
-def _open(folder: Path) -> "Iterator[tuple[CudaExecutor, EngineConfig]]":
+def _open(folder: Path, rank_slice: str | None) -> "Iterator[tuple[CudaExecutor, EngineConfig]]":
     """An engine's executor and configuration; a model's configuration becomes an engine first."""
     from inkrt.commands.bench_ops import engine_folder
     from inkrt.runtime.engine import Engine
     from inkrt.runtime.executor.cuda import CudaExecutor
+    from inkrt.runtime.executor.peers import RankSlice
 
-    with engine_folder(folder) as found, Engine.open(found) as opened:
+    part = None if rank_slice is None else RankSlice.parse(rank_slice)
+    num_ranks = 1 if part is None else part.num_ranks
+    with (
+        engine_folder(folder, num_ranks) as found,
+        Engine.open(found, rank_slice=rank_slice) as opened,
+    ):
         executor, config = opened.executor, opened.config
         if not isinstance(executor, CudaExecutor):
             raise EngineMismatchError(f"engine {folder} is for {config.target}, not a GPU")
-        executor.memory.fill_state(0x3C)  # small finite keys and values; zeros can be special
+        if part is not None:
+            console.say(f"{part}: times of one of {num_ranks} ranks, its tokens mean nothing")
+        executor.fill_state(0x3C)  # small finite keys and values; zeros can be special
         yield executor, config
 
 

@@ -298,11 +298,12 @@ def _say(step: str, row: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def engine_folder(path: Path) -> Iterator[Path]:
+def engine_folder(path: Path, num_ranks: int = 1) -> Iterator[Path]:
     """`path` if it is an engine; of a model's config.json, an engine without weights for a while.
 
     Args:
         path: engine folder, config.json or its folder.
+        num_ranks: of the engine that is made; one that is there has its own.
     """
     config = path / CONFIG_NAME if path.is_dir() else path
     try:
@@ -320,7 +321,7 @@ def engine_folder(path: Path) -> Iterator[Path]:
         (Path(folder) / "model").mkdir()
         (Path(folder) / "model" / CONFIG_NAME).write_bytes(config.read_bytes())
         engine = Path(folder) / "engine"
-        options = BuildOptions(target=HOPPER, weights="dummy")
+        options = BuildOptions(target=HOPPER, weights="dummy", tp_size=num_ranks)
         build_engine(
             Path(folder) / "model", engine, options, lambda x: console.say(x, is_result=False)
         )

@@ -79,11 +79,11 @@ class Launch:
         plan = self.executor.plan("decode")
         (launch,) = (item for item in plan.launches if item.op == "flint_layers")
         (self.kernel,) = launch.kernels
-        self.params = [self.executor._param(plan, param) for param in self.kernel.params]
+        self.params = [self.executor.ranks[0].param(plan, param) for param in self.kernel.params]
         (self.schedule_at,) = (
             i for i, param in enumerate(self.kernel.params) if isinstance(param, IntParam)
         )
-        self.code = self.executor._modules[self.kernel.cubin]
+        self.code = self.executor.ranks[0].modules[self.kernel.cubin]
         self._load = ObjectCode.from_cubin
         pages = list(range(-(-(context + 1) // 64)))
         self.executor.run("decode", StepInput([1], context, 0, pages, Sampling()))
@@ -98,8 +98,8 @@ class Launch:
         """Microseconds of `count` launches, by events."""
         from cuda.core import LaunchConfig, launch
 
-        executor = self.executor
-        driver, check, stream = executor._driver, executor._check, executor._stream
+        rank = self.executor.ranks[0]
+        driver, check, stream = rank.driver, rank.check, rank.stream
         function = self.code.get_kernel("layers")
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         smem_bytes = self.kernel.smem_bytes
@@ -113,7 +113,7 @@ class Launch:
         for event in events[1:]:
             launch(stream, config, function, *params, *extra)
             check(driver.cuEventRecord(event, stream.handle))
-        executor._check_error()
+        rank.require_sound()
         return [1e3 * float(check(driver.cuEventElapsedTime(a, b))) for a, b in pairwise(events)]
 
 
@@ -147,10 +147,10 @@ def trace(launch: Launch, kernel: KernelLaunch, layers: int, macros: list[tuple[
     defines = (*kernel.defines, ("TRACE", TRACED), *macros)
     launch.use(compile_cubin(kernel.source, defines, "sm_90a"))
     stamps = np.zeros((layers, blocks, TRACED), np.int64)
-    executor = launch.executor
-    driver, check = executor._driver, executor._check
+    rank = launch.executor.ranks[0]
+    driver, check = rank.driver, rank.check
     memory = check(driver.cuMemAlloc(stamps.nbytes))
-    stream = executor._stream.handle  # of the launches: it does not wait for the default one
+    stream = rank.stream.handle  # of the launches: it does not wait for the default one
     check(driver.cuMemsetD8Async(memory, 0, stamps.nbytes, stream))
     total = statistics.median(launch.run(5, extra=(int(memory),)))
     check(driver.cuMemcpyDtoH(stamps.ctypes.data, memory, stamps.nbytes))
@@ -172,9 +172,10 @@ def check_bits(engine: Engine, launch: Launch, context: int) -> None:
     left NaN there, which equals nothing.
     """
     executor = launch.executor
-    executor.memory.fill_state(0x3C)
-    executor._modules[launch.kernel.cubin] = launch.code
-    executor._graphs["decode"] = executor._capture(executor.plan("decode"))
+    executor.fill_state(0x3C)
+    rank = executor.ranks[0]
+    rank.modules[launch.kernel.cubin] = launch.code
+    rank.graphs["decode"] = rank.capture(executor.plan("decode"))
     pages = list(range(-(-(context + 64) // 64)))
     tokens = [(37 * i + i * i) % 1000 for i in range(40)]
 

@@ -98,8 +98,9 @@ class Variants:
             for launch in self.plan.launches
         ]
         plan = msgspec.structs.replace(self.plan, launches=tuple(launches))
-        self.executor._plans[self.step] = plan
-        self.executor._graphs[self.step] = self.executor._capture(plan)
+        rank = self.executor.ranks[0]
+        rank.plans[self.step] = plan
+        rank.graphs[self.step] = rank.capture(plan)
 
     def _of_all(self, kernel: Any, macros: dict[str, str]) -> dict[str, str]:
         """Those that the sources of a kernel know."""
@@ -117,17 +118,18 @@ class Variants:
         if "blocks" in macros and "BLOCKS" in dict(Recorder.kernels[kernel.cubin].defines):
             changed["BLOCKS"] = str(blocks)
         name = f"{kernel.cubin} {sorted(changed.items())}"
-        if name not in self.executor._modules:
+        modules = self.executor.ranks[0].modules
+        if name not in modules:
             source = Recorder.kernels[kernel.cubin]
             defines = tuple({**dict(source.defines), **changed}.items())
             code = compile_cubin(source.source, defines, TARGET)
-            self.executor._modules[name] = ObjectCode.from_cubin(code)
+            modules[name] = ObjectCode.from_cubin(code)
         grid = (blocks, *kernel.grid[1:])
         return msgspec.structs.replace(kernel, cubin=name, smem_bytes=smem_bytes, grid=grid)
 
     def step_logits(self) -> list[np.ndarray[Any, Any]]:
         """Of steps from the same, known caches on."""
-        self.executor.memory.fill_state(0x3C)
+        self.executor.fill_state(0x3C)
         return [self.executor.run(self.step, self._input(i)).logits for i in range(COMPARED)]
 
     def _input(self, index: int) -> StepInput:

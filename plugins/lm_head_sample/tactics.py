@@ -2,6 +2,7 @@
 
 import torch
 
+from inkrt.plugins.lm_head_sample import ranks
 from inkrt.plugins.tactic import CallArgs, Output, Pointer, Tactic, number_arg, tensor_arg
 from inkrt.plugins.w4a16.parts import is_supported, matrix_names
 from inkrt.plugins.w4a16.ring_tactics import Group, lm_head_sample
@@ -10,15 +11,17 @@ from inkrt.plugins.w4a16.tactics import head_depths, lm_head
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
-    """The kernels for one rank.
+    """The kernels of one rank, or of a rank among several.
 
     NVFP4 weights, and bf16 weights of narrow rows, take the head of Flint: logits are float32, the
     weight has no padding and there is no softcap. Other bf16 weights take the stream of tiles.
     """
+    if args["tp_size"] != 1:
+        return ranks.find_tactics(target, args, find_tactics)
     x, weight = tensor_arg(args, "x"), tensor_arg(args, "weight")
     num_tokens, hidden = x.shape
     vocab_size = int(number_arg(args, "vocab_size"))
-    if not is_supported(target, x) or args["tp_size"] != 1:
+    if not is_supported(target, x):
         return []
     is_bf16 = args["scales"] is None
     is_plain = (

@@ -7,7 +7,7 @@ time. It knows slots and pages as numbers only; which of them belong to whom is 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from inkrt.errors import EngineMismatchError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.rebuild import rebuild_with
+
+if TYPE_CHECKING:
+    from inkrt.runtime.executor.peers import RankSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +115,25 @@ class Executor(Protocol):
         """Release all memory; the executor must not be used afterwards."""
 
 
-def open_executor(folder: Path, config: EngineConfig) -> Executor:
+def open_executor(
+    folder: Path, config: EngineConfig, rank_slice: "RankSlice | None" = None
+) -> Executor:
     """Open the executor for the engine's target, with weights loaded and ready to run.
+
+    Args:
+        folder: of the engine.
+        config: of the engine.
+        rank_slice: the one rank that is to run, on a GPU and for times only; None for all.
 
     Raises:
         EngineMismatchError: this version has no executor for the target, or torch is missing.
     """
     if config.target.startswith("sm_"):
-        return _open_cuda(folder, config)
+        return _open_cuda(folder, config, rank_slice)
+    if rank_slice is not None:
+        raise EngineMismatchError(
+            f"engine {folder} is for {config.target}; a rank slice is for times on a GPU"
+        )
     if config.target != "cpu":
         raise EngineMismatchError(
             f"engine {folder} was built for {config.target}, this version of inkrt runs cpu and "
@@ -137,11 +151,11 @@ def open_executor(folder: Path, config: EngineConfig) -> Executor:
     return CpuExecutor(folder, config)
 
 
-def _open_cuda(folder: Path, config: EngineConfig) -> Executor:
+def _open_cuda(folder: Path, config: EngineConfig, rank_slice: "RankSlice | None") -> Executor:
     from inkrt.runtime.executor.cuda import CudaExecutor
 
     try:
-        return CudaExecutor(folder, config)
+        return CudaExecutor(folder, config, rank_slice=rank_slice)
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("cuda"):
             raise

@@ -1,7 +1,8 @@
-"""Device memory of a CUDA engine: one allocation for all that plans refer to by an address."""
+"""Device memory of a rank: one allocation for all that plans refer to by an address."""
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from inkrt.errors import CapacityError, DeviceError, EngineFormatError
 from inkrt.runtime.engine_file import EngineCode, EngineConfig, weight_files
+from inkrt.runtime.executor.peers import EMPTY_BYTE, Mailbox, inbox_size, peer_table
 from inkrt.runtime.executor.weight_loader import (
     WeightChunk,
     WeightLoader,
@@ -20,10 +22,13 @@ from inkrt.runtime.executor.weight_loader import (
 from inkrt.runtime.plan import (
     ADDRESS_BYTES,
     DTYPE_BYTES,
+    PEER_WORDS,
+    TURN_BYTES,
     Plan,
     TableParam,
     TensorParam,
     TensorSpec,
+    slot_bytes,
     tables,
     weight_specs,
 )
@@ -64,15 +69,17 @@ def require_free(needed: int, free: int, what: str) -> None:
 
 
 class DeviceMemory:
-    """All device memory of an engine in one allocation, and its pinned host memory.
+    """All device memory of a rank in one allocation, and its pinned host memory.
 
     Attributes:
+        rank: whose memory it is.
         base: device address of the allocation; 0 once it is freed.
         inputs: device address of the block of step inputs.
         input_offsets: byte offset of every input in that block.
         input_dtypes: dtype of every input, as in plans.
         input_bytes: size of that block.
         error: device address of the error word that kernels share.
+        slot_bytes: of a slot of the inbox, what one rank sends another at once; 0 if none does.
         load_rate: GB/s at which weights were loaded; 0 if there were none.
 
     Raises:
@@ -82,15 +89,22 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, driver: Any, folder: Path, config: EngineConfig, code: EngineCode, stream: Any
+        self,
+        driver: Any,
+        folder: Path,
+        config: EngineConfig,
+        code: EngineCode,
+        stream: Any,
+        rank: int = 0,
     ) -> None:
+        self.rank = rank
         self._driver = driver
         self._config = config
         self._stream = stream
         self._pinned: list[int] = []
         self._arena = Arena()
         self.base = 0
-        paths = [folder / name for name in weight_files(config, 0)]
+        paths = [folder / name for name in weight_files(config, rank)]
         weights = list(weight_regions(paths))
         sizes = {weight.name: weight.size for weight in weights}
         specs = weight_specs(code.plans)
@@ -98,7 +112,8 @@ class DeviceMemory:
         _require_weights(folder, config, sizes, code.plans)
         self._plan(sizes, code.plans)
         free, _ = self.check(driver.cuMemGetInfo())
-        require_free(self._arena.size, free, f"engine {folder}")
+        whose = f"rank {rank} of " if config.tp_size > 1 else ""
+        require_free(self._arena.size, free, f"{whose}engine {folder}")
         self.base = int(self.check(driver.cuMemAlloc(self._arena.size)))
         regions = self._arena.regions
         self.inputs = self.base + regions["inputs"].offset
@@ -128,6 +143,26 @@ class DeviceMemory:
     def table_address(self, step: str, table: TableParam) -> int:
         """Device address of a table of a step's plan."""
         return self.base + self.region(self._tables[step, table]).offset
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """What other ranks write to."""
+        inbox = self.region("inbox").offset if self.slot_bytes else 0
+        return Mailbox(self.base + inbox, self.error)
+
+    @property
+    def peers(self) -> int:
+        """Device address of the table of peers."""
+        return self.base + self.region("peers").offset
+
+    def connect(self, mailboxes: Sequence[Mailbox]) -> None:
+        """Write the table of peers from the mailboxes of all ranks."""
+        if not self.slot_bytes:
+            return
+        turns = self.base + self.region("turns").offset
+        table = peer_table(self.rank, self.slot_bytes, turns, mailboxes)
+        self._send(self.peers, table.ctypes.data, table.nbytes)
+        self.check(self._driver.cuStreamSynchronize(self._stream))
 
     def region(self, name: str) -> Region:
         """A piece of the allocation, e.g. "state/layers.0.attn.k_cache"."""
@@ -195,6 +230,12 @@ class DeviceMemory:
         for name, plan in plans.items():
             arena.add(f"scratch/{name}", plan.scratch_bytes)
         arena.add("error", 4)
+        self.slot_bytes = slot_bytes(plans.values())
+        if self.slot_bytes:
+            num_ranks = self._config.tp_size
+            arena.add("turns", TURN_BYTES)
+            arena.add("inbox", inbox_size(self.slot_bytes, num_ranks))
+            arena.add("peers", (PEER_WORDS + 2 * num_ranks) * ADDRESS_BYTES)
         self._tables = {
             (step, table): f"table/{step}/{number}"
             for step, plan in plans.items()
@@ -226,6 +267,8 @@ class DeviceMemory:
             start = self.base + self.region(f"scratch/{step}").offset
             for fill in plan.fills:
                 self._set(start + fill.offset, fill.value, fill.size)
+        if self.slot_bytes:
+            self._set(self.mailbox.inbox, EMPTY_BYTE, self.region("inbox").size)
 
     def _write_tables(self, plans: dict[str, Plan]) -> None:
         """Write the tensors' addresses, which are fixed, into the tables."""

@@ -17,6 +17,7 @@ from typing import Any
 from inkrt.runtime.executor import StepInput
 from inkrt.runtime.executor.cuda import CudaExecutor
 from inkrt.runtime.executor.cuda_memory import ALIGNMENT
+from inkrt.runtime.executor.cuda_rank import CudaRank
 from inkrt.runtime.plan import LOOSE, KernelParam, Plan, TensorParam
 
 # More than twice the L2 of an H200.
@@ -50,13 +51,14 @@ class Timer:
 
     def __init__(self, executor: CudaExecutor) -> None:
         self._executor = executor
-        self._driver, self._check = executor._driver, executor._check
+        self._rank = executor.ranks[0]
+        self._driver, self._check = self._rank.driver, self._rank.check
 
     def load(self, cubins: Mapping[str, bytes]) -> None:
         """Make code known that the engine does not have."""
         from cuda.core import ObjectCode
 
-        modules = self._executor._modules
+        modules = self._rank.modules
         for name in cubins.keys() - modules.keys():
             modules[name] = ObjectCode.from_cubin(cubins[name])
 
@@ -64,6 +66,8 @@ class Timer:
         self, step: str, step_input: StepInput, num_runs: int, *, until: int | None = None
     ) -> list[float]:
         """GPU time in us of `num_runs` replays of a step on the same inputs, back to back.
+
+        Of several ranks, which wait for each other, the time of a run is that of the slowest.
 
         Args:
             step: its name.
@@ -75,10 +79,16 @@ class Timer:
             DeviceError: a kernel gave up waiting.
         """
         executor = self._executor
-        executor._send_inputs(step_input)
-        if until is None:
-            return self._replay(executor._graphs[step], num_runs)
-        return self._replay(executor._capture(executor.plan(step), until=until), num_runs)
+        executor.send_inputs(step_input)
+
+        def graph(rank: CudaRank) -> Any:
+            if until is None:
+                return rank.graphs[step]
+            return rank.capture(rank.plans[step], until=until)
+
+        graphs = dict(zip(executor.ranks, executor.on_ranks(graph), strict=True))
+        times = executor.on_ranks(lambda rank: self._replay(rank, graphs[rank], num_runs))
+        return [max(of_run) for of_run in zip(*times, strict=True)]
 
     def chains(
         self, step: str, step_input: StepInput, first: int, chains: Sequence[Chain], num_runs: int
@@ -102,7 +112,7 @@ class Timer:
         base = int(self._check(self._driver.cuMemAlloc(size)))
         try:
             self._run_until(step, step_input, first)
-            graphs, stream = [], self._executor._stream.handle
+            graphs, stream = [], self._rank.stream.handle
             for chain, offset in zip(chains, offsets, strict=True):
                 for fill in chain.plan.fills:
                     start = base + offset + fill.offset
@@ -123,12 +133,12 @@ class Timer:
         times: list[list[float]] = [[] for _ in chains]
         of_flushes: dict[int, list[float]] = {repeats: [] for repeats in flushes}
         for graph in graphs:
-            self._replay(graph, _WARM_UP_RUNS)
+            self._replay(self._rank, graph, _WARM_UP_RUNS)
         for _ in range(_ROUNDS):
             for repeats, graph in flushes.items():
-                of_flushes[repeats] += self._replay(graph, count)
+                of_flushes[repeats] += self._replay(self._rank, graph, count)
             for number, graph in enumerate(graphs):
-                times[number] += self._replay(graph, count)
+                times[number] += self._replay(self._rank, graph, count)
         result = []
         for chain, of_chain in zip(chains, times, strict=True):
             other = median(of_flushes[chain.repeats]) if chain.flush else 0.0
@@ -137,21 +147,21 @@ class Timer:
 
     def _run_until(self, step: str, step_input: StepInput, until: int) -> None:
         """Run the first launches of a step and wait."""
-        executor = self._executor
-        executor._send_inputs(step_input)
+        self._executor.send_inputs(step_input)
         if until:
-            executor._capture(executor.plan(step), until=until).launch(executor._stream)
-        executor._check_error()
+            rank = self._rank
+            rank.capture(rank.plans[step], until=until).launch(rank.stream)
+        self._rank.require_sound()
 
-    def _replay(self, graph: Any, num_runs: int) -> list[float]:
-        """GPU time in us of every run of a graph, back to back."""
-        driver, check, stream = self._driver, self._check, self._executor._stream
+    def _replay(self, rank: CudaRank, graph: Any, num_runs: int) -> list[float]:
+        """GPU time in us of every run of a graph of a rank, back to back."""
+        driver, check, stream = rank.driver, rank.check, rank.stream
         events = [check(driver.cuEventCreate(0)) for _ in range(num_runs + 1)]
         check(driver.cuEventRecord(events[0], stream.handle))
         for event in events[1:]:
             graph.launch(stream)
             check(driver.cuEventRecord(event, stream.handle))
-        self._executor._check_error()  # which waits; times of a kernel that gave up mean nothing
+        rank.require_sound()  # which waits; times of a kernel that gave up mean nothing
         times = [1e3 * float(check(driver.cuEventElapsedTime(a, b))) for a, b in pairwise(events)]
         for event in events:
             check(driver.cuEventDestroy(event))
@@ -168,7 +178,7 @@ class Timer:
                     params = [self._param(chain.plan, item, scratch) for item in kernel.params]
                     # Behind what is no kernel there can be no programmatic edge.
                     pdl = kernel.pdl and not is_behind_flush
-                    self._executor._add_kernel(builder, kernel, params, pdl=pdl)
+                    self._rank.add_kernel(builder, kernel, params, pdl=pdl)
                     is_behind_flush = False
         return self._end(builder)
 
@@ -187,14 +197,14 @@ class Timer:
             spec = plan.tensors[param.tensor]
             if spec.storage == LOOSE and not spec.name.startswith("error."):
                 return scratch + spec.offset
-        return self._executor._param(plan, param)
+        return self._rank.param(plan, param)
 
     def _begin(self) -> Any:
-        builder = self._executor._device.create_graph_builder()
+        builder = self._rank.device.create_graph_builder()
         builder.begin_building()
         return builder
 
     def _end(self, builder: Any) -> Any:
         graph = builder.end_building().complete()
-        graph.upload(self._executor._stream)
+        graph.upload(self._rank.stream)
         return graph

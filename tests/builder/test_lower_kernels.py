@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from inkrt.builder.lower import Target, lower
-from inkrt.builder.lower_kernels import PackedWeights
+from inkrt.builder.lower_kernels import KernelLowering, PackedWeights
 from inkrt.builder.pack import packed_tensors
 from inkrt.builder.passes import passes_for
 from inkrt.engines.interface import Sharding
@@ -32,6 +32,7 @@ from inkrt.plugins.tactic import (
     Output,
     Packing,
     Param,
+    Peers,
     Pointer,
     Scratch,
     Table,
@@ -39,7 +40,15 @@ from inkrt.plugins.tactic import (
     TensorArg,
 )
 from inkrt.runtime.engine_file import EngineCode, StepSpec, encode_code, plan_file, read_code
-from inkrt.runtime.plan import IntParam, Launch, Plan, TableParam, TensorParam, TensorSpec
+from inkrt.runtime.plan import (
+    IntParam,
+    Launch,
+    PeersParam,
+    Plan,
+    TableParam,
+    TensorParam,
+    TensorSpec,
+)
 
 ONE = Sharding(1, "experts")
 LAYERS = (2, 3)
@@ -230,3 +239,13 @@ def test_plans_with_tables_come_back_from_the_file(build: Build, tmp_path: Path)
     launch = launch_of(read_code(tmp_path, 0).plans["decode"], "flint_layers")
     assert [type(value) for value in launch.args["rope_thetas"].values] == [float] * 2  # type: ignore[union-attr]
     assert [type(value) for value in launch.args["windows"].values] == [int] * 2  # type: ignore[union-attr]
+
+
+def test_a_table_of_peers_is_a_parameter_by_itself() -> None:
+    """It is one for all launches of an engine, so a plan only says how much a launch sends."""
+    memory = SimpleNamespace(specs=[], inputs={})
+    compiler = SimpleNamespace(compile=lambda _: "code")
+    lowering = KernelLowering(memory, compiler, PackedWeights())  # type: ignore[arg-type]
+    tactic = Tactic("push", (kernel(Peers(640), Int32(2)),), 0, 0)
+    (lowered,) = lowering.lower(tactic, {}, ())
+    assert lowered.params == (PeersParam(640), IntParam(2))

@@ -31,6 +31,11 @@ from inkrt.runtime.executor import StepInput, cuda_timing
         (["engine", "E", "--profile-runs", "3"], "is for --profile; add it or leave it out"),
         (["engine", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
         (["engine", "E", "--json", "."], "cannot write .; name a file in a folder"),
+        (["engine", "E", "--rank-slice", "2/2"], "counted from 0 (say 0/4), got '2/2'"),
+        (["engine", "E", "--rank-slice", "-1/2"], "a rank slice is R/N"),
+        (["engine", "E", "--rank-slice", "0/2"], "E is not an engine"),
+        (["engine", "E", "--rank-slice", "0/2", "--costs"], "of no use with --costs or --accept"),
+        (["ops", "E", "--rank-slice", "0/2", "--tune"], "of no use with --tune; leave it out"),
         (["ops", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
     ],
 )  # fmt: skip
@@ -84,7 +89,7 @@ def test_replays_of_steps_and_of_their_cuts(
             return super().step(step, step_input, num_runs, until=until)
 
     @contextlib.contextmanager
-    def opened(_: Path) -> Iterator[tuple[FakeExecutor, EngineConfig]]:
+    def opened(_: Path, _slice: str | None) -> Iterator[tuple[FakeExecutor, EngineConfig]]:
         yield FakeExecutor(), CONFIG
 
     monkeypatch.setattr(bench, "_open", opened)
@@ -115,7 +120,7 @@ def tune(
     config = replace(CONFIG, steps=(STEP, StepSpec("prefill500", 500, 1)))
 
     @contextlib.contextmanager
-    def opened(_: Path) -> Iterator[tuple[FakeExecutor, EngineConfig]]:
+    def opened(_: Path, _slice: str | None) -> Iterator[tuple[FakeExecutor, EngineConfig]]:
         yield FakeExecutor(), config
 
     def step(self: Bench, step: StepSpec) -> Iterator[dict[str, object]]:

@@ -268,7 +268,11 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
 
 def test_engine_of_another_version_gives_exit_code_3(engine: Path) -> None:
     path = engine / "config.json"
-    path.write_text(path.read_text().replace('"format_version": 4', '"format_version": 99'))
+    path.write_text(
+        path.read_text().replace(
+            f'"format_version": {engine_file.FORMAT_VERSION}', '"format_version": 99'
+        )
+    )
     result = invoke(engine)
     assert result.exit_code == 3
     assert result.stderr.startswith(f"error: {engine} has engine format version 99, ")

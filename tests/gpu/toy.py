@@ -1,17 +1,29 @@
-"""An engine of two hand-written kernels, to test the CUDA executor without a model."""
+"""An engine of a few hand-written kernels, to test the CUDA executor without a model."""
 
 import math
 from pathlib import Path
 
+import torch
+
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler
-from inkrt.plugins.tactic import KernelLaunch
+from inkrt.plugins.all_reduce.tactics import find_tactics
+from inkrt.plugins.tactic import KernelLaunch, Peers, TensorArg
 from inkrt.runtime import engine_file as ef
-from inkrt.runtime.plan import Fill, IntParam, Kernel, Launch, Plan, TensorParam, TensorSpec
+from inkrt.runtime.plan import (
+    Fill,
+    IntParam,
+    Kernel,
+    Launch,
+    PeersParam,
+    Plan,
+    TensorParam,
+    TensorSpec,
+)
 
 VOCAB, SLOTS, PAGES, PAGE, RING = 37, 3, 12, 64, 16
 INPUTS = {
     "tokens": 8, "position": 1, "num_tokens": 1, "slot": 1, "page_table": 4,
-    "temperature": 1,
+    "temperature": 1, "rank": 1,
 }  # fmt: skip
 
 
@@ -25,25 +37,37 @@ def _compile(compiler: Compiler, source: Path, entry: str) -> str:
     return compiler.compile(KernelLaunch(source, entry, (), (1, 1, 1), (1, 1, 1), ()))
 
 
-def write_engine(folder: Path, target: str) -> ef.EngineConfig:
-    """Write the engine; needs NVRTC."""
+def write_engine(folder: Path, target: str, num_ranks: int = 1) -> ef.EngineConfig:
+    """Write the engine; needs NVRTC.
+
+    With several ranks, each has a part of the sum that makes the next token.
+    """
     compiler = Compiler(target)
     toy = _compile(compiler, Path(__file__).parent / "toy.cu", "remember")
     cubins = {
         "advance": compiler.cubins[_compile(compiler, PLUGIN_FOLDER / "advance.cu", "advance")]
     }
     cubins[toy] = compiler.cubins[toy]
-    plans = {f"{name}": _plan(name, width, toy) for name, width in _STEPS.items()}
+    plans = {}
+    for name, width in _STEPS.items():
+        reduce = None
+        if num_ranks > 1:
+            reduce = _all_reduce(width, num_ranks)
+            cubin = compiler.compile(reduce)
+            cubins[cubin] = compiler.cubins[cubin]
+            reduce = (reduce, cubin)
+        plans[name] = _plan(name, width, toy, num_ranks, reduce)
     folder.mkdir()
-    (folder / "rank0.engine").write_bytes(ef.encode_code(ef.EngineCode(plans, cubins)))
-    path = folder / "rank0.engine"
+    paths = [folder / ef.plan_file(rank) for rank in range(num_ranks)]
+    for path in paths:
+        path.write_bytes(ef.encode_code(ef.EngineCode(plans, cubins)))
     config = ef.EngineConfig(
         format=ef.FORMAT,
         format_version=ef.FORMAT_VERSION,
         inkrt_version="0",
         model=ef.ModelInfo("toy", "float32", 1, 1, VOCAB, VOCAB, ()),
         target=target,
-        tp_size=1,
+        tp_size=num_ranks,
         max_seq_len=PAGE * 4,
         steps=tuple(ef.StepSpec(name, width, width) for name, width in _STEPS.items()),
         state=ef.StateLayout(
@@ -61,7 +85,7 @@ def write_engine(folder: Path, target: str) -> ef.EngineConfig:
         rebuild_command="ink-build",
         plugins={},
         checkpoint_fingerprint="",
-        files={"rank0.engine": ef.FileEntry(path.stat().st_size, ef.sha256_of(path))},
+        files={path.name: ef.FileEntry(path.stat().st_size, ef.sha256_of(path)) for path in paths},
     )
     (folder / ef.CONFIG_NAME).write_bytes(ef.encode_config(config))
     return config
@@ -70,7 +94,15 @@ def write_engine(folder: Path, target: str) -> ef.EngineConfig:
 _STEPS = {"decode": 1, "verify3": 3, "verify8": 8}
 
 
-def _plan(name: str, width: int, cubin: str) -> Plan:
+def _all_reduce(width: int, num_ranks: int) -> KernelLaunch:
+    args = {"x": TensorArg((width, 4), torch.float32), "dtype": torch.float32}
+    (tactic,) = find_tactics("sm_90a", {**args, "tp_size": num_ranks})
+    return tactic.kernels[0]
+
+
+def _plan(
+    name: str, width: int, cubin: str, num_ranks: int, reduce: tuple[KernelLaunch, str] | None
+) -> Plan:
     def spec(name, space, shape, dtype="int32", storage="", offset=0):
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         return TensorSpec(name, dtype, shape, strides, space, storage, offset)
@@ -88,6 +120,8 @@ def _plan(name: str, width: int, cubin: str) -> Plan:
         spec("drawn", "arena", (width,), offset=256),
         spec("logits", "arena", (width, VOCAB), "float32", offset=512),
         spec("error.7", "scratch", (1,)),
+        spec("parts", "arena", (width, 4), "float32", offset=2048),
+        spec("sums", "arena", (width, 4), "float32", offset=2304),
     ):
         index[tensor.name] = len(tensors)
         tensors.append(tensor)
@@ -106,9 +140,21 @@ def _plan(name: str, width: int, cubin: str) -> Plan:
         "answer", "position", "slot", "page_table", "ring", "pages", "counts", VOCAB, "error.7",
         "drawn", "logits",
     )  # fmt: skip
-    launches = tuple(Launch(k.entry, "toy", {}, (), "", 0, (k,)) for k in (remember, answer))
+    kernels = [remember, answer]
+    if reduce is not None:
+        given, code = reduce
+        part = kernel(
+            "part", "position", "slot", "page_table", "ring", "pages", "counts", "rank", num_ranks,
+            "error.7", "parts",
+        )  # fmt: skip
+        (x,), (out,), (error,) = params("parts"), params("sums"), params("error.7")
+        (peers,) = (p for p in given.params if isinstance(p, Peers))
+        values = (x, out, PeersParam(peers.num_bytes), x, error)
+        all_reduce = Kernel(code, given.entry, given.grid, given.block, 1, 0, True, False, values)
+        kernels = [remember, part, all_reduce, kernel("draw", "sums", VOCAB, "drawn", "logits")]
+    launches = tuple(Launch(k.entry, "toy", {}, (), "", 0, (k,)) for k in kernels)
     outputs = {"tokens": index["drawn"], "logits": index["logits"]}
     return Plan(
-        name, width, width, tuple(tensors), launches, 512 + 4 * width * VOCAB,
+        name, width, width, tuple(tensors), launches, 4096,
         {key: index[key] for key in INPUTS}, outputs, 4, (Fill(0, 4, 0),),
     )  # fmt: skip

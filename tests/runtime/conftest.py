@@ -12,7 +12,8 @@ def fake_executors(monkeypatch: pytest.MonkeyPatch) -> list[FakeExecutor]:
     """Makes Engine.open use a FakeExecutor; collects those that were made."""
     made: list[FakeExecutor] = []
 
-    def open_fake(folder: Path, config: EngineConfig) -> FakeExecutor:
+    def open_fake(folder: Path, config: EngineConfig, rank_slice: object) -> FakeExecutor:
+        assert rank_slice is None
         made.append(FakeExecutor(config))
         return made[-1]
 

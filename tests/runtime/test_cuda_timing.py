@@ -31,10 +31,10 @@ class Graph:
         self.gpu, self.work = gpu, work
 
     def upload(self, stream: object) -> None:
-        assert stream is self.gpu._stream
+        assert stream is self.gpu.stream
 
     def launch(self, stream: object) -> None:
-        assert stream is self.gpu._stream
+        assert stream is self.gpu.stream
         self.gpu.ran.append(self)
         self.gpu.now += GAP_US
         for name, *_ in self.work:
@@ -67,37 +67,43 @@ class Gpu:
         self.inputs: list[StepInput] = []
         self.num_events = 0
         self.failure: Any = lambda: None
-        self._driver = self._device = self._stream = self
+        self.driver = self.device = self.stream = self
+        self.ranks = [self]
         self.handle = self
-        self._modules: dict[str, object] = {}
-        self._graphs = {"decode": self._capture(make_plan())}
+        self.modules: dict[str, object] = {}
+        self.graphs = {"decode": self.capture(make_plan())}
 
-    def _check(self, value: Any) -> Any:
+    def check(self, value: Any) -> Any:
         return value
 
     def create_graph_builder(self) -> Builder:
         return Builder(self)
 
+    def on_ranks(self, function: Any) -> list[Any]:
+        return [function(self)]
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        return {"decode": make_plan()}
+
     def plan(self, step: str) -> Plan:
         assert step == "decode"
         return make_plan()
 
-    def _capture(self, plan: Plan, *, until: int | None = None) -> Graph:
+    def capture(self, plan: Plan, *, until: int | None = None) -> Graph:
         kernels = [k for launch in plan.launches[:until] for k in launch.kernels]
         return Graph(self, [(kernel.entry, None, True) for kernel in kernels])
 
-    def _add_kernel(
-        self, builder: Builder, kernel: Kernel, params: list[Any], *, pdl: bool
-    ) -> None:
+    def add_kernel(self, builder: Builder, kernel: Kernel, params: list[Any], *, pdl: bool) -> None:
         builder.work.append((kernel.entry, params, pdl))
 
-    def _param(self, _plan: Plan, param: Any) -> Any:
+    def param(self, _plan: Plan, param: Any) -> Any:
         return ("own", param)
 
-    def _send_inputs(self, step_input: StepInput) -> None:
+    def send_inputs(self, step_input: StepInput) -> None:
         self.inputs.append(step_input)
 
-    def _check_error(self) -> None:
+    def require_sound(self) -> None:
         self.failure()
 
     def cuMemAlloc(self, size: int) -> int:
@@ -108,7 +114,7 @@ class Gpu:
         del self.allocated[address]
 
     def cuMemsetD8Async(self, start: int, value: int, size: int, stream: object) -> None:
-        assert stream is self._stream  # that of the graphs: there is no other order
+        assert stream is self.stream  # that of the graphs: there is no other order
         assert start >= BASE + FLUSH_BYTES
         assert start + size <= BASE + self.allocated[BASE]
         self.filled.append((start, value, size))

@@ -7,6 +7,8 @@
 // and, by running fibers in another order, missing barriers.
 #pragma once
 #define INK_DEVICE_CUH
+#define INK_PEER_CUH
+#include <sched.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 

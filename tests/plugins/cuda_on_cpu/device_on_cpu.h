@@ -82,6 +82,24 @@ static inline u64 load_relaxed(const u64* p) {
 static inline void store_relaxed(u64* p, u64 v) {
   *p = v;
 }
+// Of plugins/all_reduce/peer.cuh. Ranks are processes that share memory.
+static inline uint4 load_inbox16(const void* p) {
+  if ((uintptr_t)p % 16) emu::fail("misaligned load");
+  emu::yield();
+  sched_yield();
+  const u32* words = (const u32*)p;
+  u32 v[4];
+  for (int i = 0; i < 4; i++) v[i] = __atomic_load_n(words + i, __ATOMIC_ACQUIRE);
+  return {v[0], v[1], v[2], v[3]};
+}
+static inline void store_inbox16(void* p, uint4 v) {
+  if ((uintptr_t)p % 16) emu::fail("misaligned store");
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  for (int i = 0; i < 4; i++) __atomic_store_n((u32*)p + i, words[i], __ATOMIC_RELEASE);
+}
+static inline void store_error(int* p, int code) {
+  __atomic_store_n(p, code, __ATOMIC_SEQ_CST);
+}
 static inline void add_relaxed(u64* p, u64 v) {
   *p += v;
 }

@@ -1,0 +1,170 @@
+// One launch's exchange between ranks: every rank pushes its part into the inboxes of all others,
+// and whoever reads waits for the words themselves.
+//
+// A word of an inbox is EMPTY until its sender has written it, a bit pattern that no arithmetic
+// yields; a sender replaces it by another NaN. So there is no flag, no fence and no second trip over
+// the link. An inbox has three buffers, which launches use in turn, with a slot for every rank:
+//
+//   launch i   fills and reads buffer i % 3, empties buffer (i - 1) % 3, which launch i + 2 fills
+//
+// That is safe without any further word between ranks. A rank empties what launch i - 1 read after
+// that launch has ended. It sends its part of launch i + 1 after launch i has ended, and another rank
+// starts launch i + 2 after its launch i + 1 has ended, which waits for that part. With two buffers
+// it would fill in launch i + 1 what may not be emptied yet. tests/plugins/test_lamport.py runs all
+// orders of small examples.
+//
+// Every launch of the engine takes part, with any size: `turn` holds the number of the buffer and how
+// many bytes of every slot the launch before has filled. Sizes must be the same on all ranks. Each
+// block has a turn of its own, which no other reads, so none has to wait for the others to have read
+// it; those of blocks that a launch does not have, its blocks share among them.
+#ifndef INK_LAMPORT_CUH
+#define INK_LAMPORT_CUH
+#include "all_reduce/peer.cuh"
+
+constexpr u32 EMPTY = 0xFFFFFFFFu, NAN_WORD = 0x7FFF7FFFu;  // NaN as float and as two bf16
+constexpr u32 BUFFERS = 3, MAX_BLOCKS = 132;
+// Of a block. Buffer of the next launch, bytes of a slot that the last one filled.
+struct Turn {
+  u32 buffer, filled;
+};
+// About three seconds; ranks do not start a step at the same time.
+constexpr u32 PEER_SPIN_LIMIT = 1u << 22;
+// Error word: kind, rank that was waited for, and 1 + rank that gave up, a byte each.
+constexpr int ERROR_PEER = 3;
+
+// What the executor writes (runtime/executor/peers.py); it does not change while kernels run.
+// RANKS: of the engine.
+struct Peers {
+  u64 rank;        // of this GPU
+  u64 slot_bytes;  // of an inbox
+  Turn* turns;     // of this GPU, MAX_BLOCKS
+  u8* inbox[RANKS];
+  int* error[RANKS];  // error words
+};
+
+INK_DEVICE u32 not_empty(u32 v) {
+  return v == EMPTY ? NAN_WORD : v;
+}
+INK_DEVICE uint4 not_empty(const uint4& v) {
+  return make_uint4(not_empty(v.x), not_empty(v.y), not_empty(v.z), not_empty(v.w));
+}
+INK_DEVICE bool has_empty(const uint4& v) {
+  return max(max(v.x, v.y), max(v.z, v.w)) == EMPTY;
+}
+
+struct Exchange {
+  u8* inbox[RANKS];
+  u8* own_inbox;  // by itself: registers have no index
+  u64 slot_bytes;
+  u32 rank, buffer, filled, code, limit;
+  Turn* turns;
+  int* error;
+  const Peers* peers;
+
+  // May be called before pdl_wait().
+  INK_DEVICE Exchange(const Peers* peers, int* error) : error(error), peers(peers) {
+    rank = (u32)peers->rank;
+    slot_bytes = peers->slot_bytes;
+    turns = peers->turns;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) inbox[r] = peers->inbox[r];
+    own_inbox = peers->inbox[rank];
+  }
+  // Behind pdl_wait(), by all threads that send, receive or clear. It asks for what `ready` waits for,
+  // so in between a thread should ask for what it will send.
+  INK_DEVICE void begin() {
+    const uint2 now = load_act8(turns + blockIdx.x);
+    code = load_act4(error);
+    buffer = now.x;
+    filled = now.y;
+  }
+  INK_DEVICE void ready() {
+    limit = code ? 0 : PEER_SPIN_LIMIT;
+    // What a rank sends after a failure is worth nothing, and its peers must know before they see it.
+    if (code) fail(code >> 16 ? code : code | (rank + 1) << 16);
+  }
+  INK_DEVICE u8* place(u8* inbox, u32 which, u32 from, u64 offset) const {
+    return inbox + ((u64)which * RANKS + from) * slot_bytes + offset;
+  }
+  // Sixteen bytes of this rank's part to all others.
+  INK_DEVICE void send16(u64 offset, uint4 v) const {
+    v = not_empty(v);
+#pragma unroll
+    for (u32 r = 0; r < RANKS; r++)
+      if (r != rank) store_inbox16(place(inbox[r], buffer, rank, offset), v);
+  }
+  // Sixteen bytes of every rank's part, in rank order, at N offsets; `own` are those of this one.
+  // Places that are not wanted are left as they are.
+  template <int N>
+  INK_DEVICE void receive16(const u64 (&offset)[N], const bool (&is_wanted)[N],
+                            const uint4 (&own)[N], uint4 (&parts)[N][RANKS]) {
+    u32 missing = 0;
+#pragma unroll 1
+    for (u32 spins = 0;; spins++) {
+      bool is_complete = true;
+#pragma unroll
+      for (int n = 0; n < N; n++)
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
+          if (is_wanted[n])
+            parts[n][r] = r == rank ? not_empty(own[n])
+                                    : load_inbox16(place(own_inbox, buffer, r, offset[n]));
+#pragma unroll
+      for (int n = 0; n < N; n++)
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
+          if (is_wanted[n] && r != rank && has_empty(parts[n][r])) {
+            is_complete = false;
+            missing = r;
+          }
+      if (is_complete) return;
+      if (spins >= limit) break;
+    }
+    if (limit) fail(ERROR_PEER | missing << 8 | (rank + 1) << 16);
+    limit = 0;
+  }
+  INK_DEVICE void receive16(u64 offset, const uint4& own, uint4 (&parts)[RANKS]) {
+    const u64 offsets[1] = {offset};
+    const bool is_wanted[1] = {true};
+    const uint4 owns[1] = {own};
+    uint4 all[1][RANKS];
+    receive16<1>(offsets, is_wanted, owns, all);
+#pragma unroll
+    for (u32 r = 0; r < RANKS; r++) parts[r] = all[0][r];
+  }
+  // Empty what the launch before has filled: thread `first` of `count`.
+  INK_DEVICE void clear(u32 first, u32 count) const {
+    const u32 before = (buffer + BUFFERS - 1) % BUFFERS;
+    const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+#pragma unroll
+    for (u32 r = 0; r < RANKS; r++)
+      if (r != rank)
+        for (u64 at = (u64)first * 16; at < filled; at += (u64)count * 16)
+          store_inbox16(place(own_inbox, before, r, at), empty);
+  }
+  // By the first `threads` of each of the launch's first `blocks`, which are all that take part,
+  // behind a barrier of the block that follows `begin`: the launch has filled num_bytes of a slot.
+  INK_DEVICE void end(u32 num_bytes, u32 blocks, u32 threads) const {
+    for (u32 i = blockIdx.x + threadIdx.x * blocks; i < MAX_BLOCKS; i += threads * blocks)
+      *(uint2*)(turns + i) = make_uint2((buffer + 1) % BUFFERS, num_bytes);
+  }
+  // All ranks learn of it, so that none hands on what it made of missing parts.
+  INK_DEVICE void fail(u32 code) const {
+#pragma unroll 1
+    for (u32 r = 0; r < RANKS; r++) store_error(peers->error[r], (int)code);
+  }
+};
+
+// Sum of float32 parts in rank order, as the references add them.
+INK_DEVICE float4 sum_of_ranks(const uint4 (&parts)[RANKS]) {
+  float4 sum;
+#pragma unroll
+  for (int r = 0; r < RANKS; r++) {
+    const float4 part = make_float4(__uint_as_float(parts[r].x), __uint_as_float(parts[r].y),
+                                    __uint_as_float(parts[r].z), __uint_as_float(parts[r].w));
+    sum = r ? make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w) : part;
+  }
+  return sum;
+}
+
+#endif  // INK_LAMPORT_CUH

@@ -1,0 +1,25 @@
+// Accesses to memory that another GPU reads or writes.
+#ifndef INK_PEER_CUH
+#define INK_PEER_CUH
+#include "device.cuh"
+
+INK_DEVICE uint4 load_inbox16(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+INK_DEVICE void store_inbox16(void* p, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+// What this thread stores later is seen by no GPU before this.
+INK_DEVICE void store_error(int* p, int code) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;\n\tfence.acq_rel.sys;" ::"l"(p), "r"(code)
+               : "memory");
+}
+
+#endif  // INK_PEER_CUH

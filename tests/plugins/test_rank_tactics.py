@@ -1,0 +1,115 @@
+"""Launches that exchange data between ranks: which calls have them, their sizes, their code."""
+
+import pytest
+import torch
+from cubin import resources
+
+from inkrt.builder.compile import compile_cubin
+from inkrt.plugins.all_gather.tactics import find_tactics as all_gather
+from inkrt.plugins.all_gather.tactics import gather
+from inkrt.plugins.all_reduce.launches import MAX_BLOCKS, grid_of
+from inkrt.plugins.all_reduce.tactics import find_tactics as all_reduce
+from inkrt.plugins.lm_head_sample.tactics import find_tactics as lm_head_sample
+from inkrt.plugins.tactic import (
+    BLACKWELL,
+    HOPPER,
+    CallArgs,
+    InputPointer,
+    KernelLaunch,
+    Output,
+    Peers,
+    Pointer,
+    Scratch,
+    TensorArg,
+)
+
+BF16, FLOAT = torch.bfloat16, torch.float32
+
+
+def reduce_args(num_tokens: int, width: int, num_ranks: int) -> CallArgs:
+    x = TensorArg((num_tokens, width), FLOAT)
+    return {"x": x, "dtype": BF16, "tp_size": num_ranks}
+
+
+def sent(kernel: KernelLaunch) -> int:
+    (num_bytes,) = [param.num_bytes for param in kernel.params if isinstance(param, Peers)]
+    return num_bytes
+
+
+@pytest.mark.parametrize("num_quads", [1, 128, 129, 16896, 16897, 67584, 67585, 10**7])
+def test_blocks_of_a_launch_fit_a_gpu_at_once(num_quads: int) -> None:
+    grid = grid_of(num_quads)
+    assert 1 <= grid.blocks <= MAX_BLOCKS == 132
+    assert grid.blocks == MAX_BLOCKS or grid.blocks * grid.threads >= num_quads
+
+
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 9), (8, 72), (512, 132)])
+def test_a_sum_sends_float32_parts(num_tokens: int, blocks: int) -> None:
+    (tactic,) = all_reduce(HOPPER, reduce_args(num_tokens, 4608, 4))
+    (kernel,) = tactic.kernels
+    assert sent(kernel) == 4 * num_tokens * 4608
+    assert kernel.grid == (blocks, 1, 1)
+    assert tactic.bytes == 6 * num_tokens * 4608
+    assert tactic.flops == 3 * num_tokens * 4608
+    is_wide = num_tokens > 8
+    assert (InputPointer("num_tokens") in kernel.params) == is_wide
+
+
+@pytest.mark.parametrize(
+    ("target", "width", "num_ranks"),
+    [("cpu", 8, 2), (HOPPER, 6, 2), (HOPPER, 8, 1), (HOPPER, 8, 9)],
+)
+def test_sums_that_no_kernel_makes(target: str, width: int, num_ranks: int) -> None:
+    assert all_reduce(target, reduce_args(1, width, num_ranks)) == []
+
+
+def test_concatenations_are_of_whole_words() -> None:
+    def found(width: int, dtype: torch.dtype, num_ranks: int = 2) -> list[KernelLaunch]:
+        args: CallArgs = {"x": TensorArg((3, width), dtype), "tp_size": num_ranks}
+        return [kernel for tactic in all_gather(HOPPER, args) for kernel in tactic.kernels]
+
+    assert found(5, BF16) == found(8, FLOAT, 1) == []
+    (odd,), (even,) = found(5, FLOAT), found(10, BF16)
+    assert odd == even
+    assert sent(odd) == 64  # of 60 bytes
+
+
+def head_args(num_ranks: int, rows: int, vocab: int) -> CallArgs:
+    return {
+        "x": TensorArg((3, 1024), BF16), "weight": TensorArg((rows, 1024), BF16), "scales": None,
+        "global_scale": None, "vocab_size": vocab, "cap": 0.0, "logits_dtype": FLOAT,
+        "last_row": False, "tp_size": num_ranks,
+    }  # fmt: skip
+
+
+def test_heads_of_several_ranks_draw_from_all_logits() -> None:
+    """The slice goes to scratch; only what all ranks have gathered is the output."""
+    for tactic in lm_head_sample(HOPPER, head_args(4, 516, 2050)):
+        head, push, draw = tactic.kernels
+        own = Scratch("slice", 4 * 3 * 516)
+        assert own in head.params
+        assert Output(1) not in head.params
+        assert push.params[:2] == (own, Output(1))
+        assert dict(push.defines)["COLUMNS"] == dict(draw.defines)["VOCAB"] == 2050
+        assert dict(head.defines)["DIM_N"] == 516
+        assert Output(1) in draw.params
+        assert draw.params[:2] == push.params[4:6]
+    assert lm_head_sample(HOPPER, head_args(4, 516, 2050))
+    assert lm_head_sample(HOPPER, head_args(4, 514, 2050)) == []
+
+
+@pytest.mark.parametrize("target", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_code_has_no_stack(target: str, num_ranks: int) -> None:
+    kernels = [
+        *all_reduce(target, reduce_args(8, 4608, num_ranks))[0].kernels,
+        gather(
+            num_ranks, 8, 200058 // 8 // 4 * 4, 190001, x=Pointer("x"), out=Output(0),
+            best=(Output(1), Output(2)),
+        ),
+        gather(num_ranks, 3, 7, 7 * num_ranks, x=Pointer("x"), out=Output(0)),
+    ]  # fmt: skip
+    for kernel in kernels:
+        found = resources(compile_cubin(kernel.source, kernel.defines, target))
+        assert found["stack"] == 0, kernel.entry
+        assert found["registers"] * kernel.block[0] <= 65536
