@@ -79,6 +79,7 @@ class Emulator:
             *_PLUGINS.glob("*.cuh"),
             *_PLUGINS.glob("w4a16/*.cu*"),
             *_PLUGINS.glob("attention_sm90/*.cu*"),
+            *_PLUGINS.glob("draft_*/*.cu*"),
             *_HERE.glob("*.cpp"),
             *_HERE.glob("*.h"),
         ]
