@@ -76,8 +76,9 @@ class CudaExecutor:
         self._graphs[step].launch(self._stream)
         count = len(step_input.tokens)
         rows = count if plan.num_rows == plan.num_tokens else plan.num_rows
-        outputs = self._receive(plan, {"tokens": rows, "logits": rows if wants_logits else 0})
-        return StepOutput(outputs["tokens"], outputs["logits"])
+        num_rows = {"tokens": rows, "logits": rows if wants_logits else 0, "confidences": rows}
+        outputs = self._receive(plan, num_rows)
+        return StepOutput(outputs["tokens"], outputs["logits"], outputs.get("confidences"))
 
     def decode(self, step_input: StepInput, num_ahead: int) -> int:
         """Run the decode step on one token, or take its result if it has run ahead."""
@@ -245,6 +246,7 @@ class CudaExecutor:
             "top_p": [sampling.top_p],
             "min_p": [sampling.min_p],
             "seed": [sampling.seed],
+            "is_coupled": [int(step_input.is_coupled)],
         }
         self._queue.clear()
         self._synchronize()  # the staging memory may still be on its way
