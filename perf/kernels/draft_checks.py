@@ -97,7 +97,9 @@ def run_call(backend: Backend, call: Call) -> tuple[Tensor, ...]:
     if any(not np.array_equal(a, b) for a, b in zip(*results, strict=True)):
         raise RuntimeError("a second run has other bits")
     return tuple(
-        torch.from_numpy(data[: x.numel() * x.element_size()].copy()).view(x.dtype).view(x.shape)
+        torch.frombuffer(data, dtype=x.dtype, count=x.numel()).view(x.shape)
+        if x.numel()
+        else torch.empty_like(x)
         for data, x in zip(results[0], like, strict=True)
     )
 

@@ -83,14 +83,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
 
     def params(names: str, *more: Param) -> tuple[Param, ...]:
         # Of what is not there any address does: it is not read.
-        own = [known.get(name, Pointer(name)) for name in names.split()]
-        return (
-            *(
-                Pointer("hidden") if isinstance(x, Pointer) and args[x.argument] is None else x
-                for x in own
-            ),
-            *more,
-        )
+        there = [name if known.get(name) or args[name] else "markov_w1" for name in names.split()]
+        return (*(known.get(name, Pointer(name)) for name in there), *more)
 
     def launch(
         entry: str,
