@@ -131,7 +131,7 @@ def prepare(
         _check_weights(checkpoint, definition, model, sharding)
     drafter = choose_drafter(checkpoint, definition, model, options, draft_checkpoint, progress)
     if drafter is not None:
-        require_buildable(drafter, definition, options.target)
+        require_buildable(drafter, definition, options.target, options.tp_size)
     options = dataclasses.replace(options, spec=drafter.method if drafter else "none")
     dtype = _DTYPES[options.dtype]
     state = _state_options(options)

@@ -87,16 +87,23 @@ def _choose_dspark(
     return found
 
 
-def require_buildable(drafter: AnyDrafter, definition: Definition, target: str) -> None:
+def require_buildable(
+    drafter: AnyDrafter, definition: Definition, target: str, tp_size: int
+) -> None:
     """Check that an engine can have the drafter.
 
     Raises:
-        ConfigError: its target or the model family cannot.
+        ConfigError: its target, its ranks or the model family cannot.
     """
-    if target != "cpu":
+    if target != "cpu" and drafter.method != "dspark":
         raise ConfigError(
             f"the drafter ({drafter.method}) cannot be built for target {target} by this version, "
             f"only for cpu; leave it out with --spec none"
+        )
+    if target != "cpu" and tp_size > 1:
+        raise ConfigError(
+            f"the drafter ({drafter.method}) cannot be built for {tp_size} ranks of target {target} "
+            f"by this version, only for one; leave it out with --spec none"
         )
     if drafter.method == "dspark" and definition.drafting is None:
         raise ConfigError(

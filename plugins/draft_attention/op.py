@@ -12,6 +12,8 @@ short the window is. Context keys come from the pages; keys of the block are wri
 Source: dspark.md sections 2.2 and 2.4.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,11 +66,13 @@ def _case(
     window: int = 0,
     has_sinks: bool = False,
     spread: float = 1.0,
+    head_dim: int = 10,
+    page_tokens: int = 4,
+    max_pages: int = 6,
 ) -> Case:
     def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         num_heads, num_kv_heads = heads
-        head_dim, max_pages = 10, 6
-        cache = (max_pages + 2, 4, num_kv_heads, head_dim)
+        cache = (max_pages + 2, page_tokens, num_kv_heads, head_dim)
         return {
             "q": normal(generator, dtype, num_rows, num_heads, head_dim, scale=spread),
             "k": normal(generator, dtype, num_rows, num_kv_heads, head_dim, scale=spread),
@@ -88,7 +92,15 @@ def _case(
 
 
 def cases() -> list[Case]:
-    """No context, one key, page ends, windows at their edge and below the block, sinks, widths."""
+    """No context, one key, page ends, windows at their edge and below the block, sinks, widths.
+
+    Those of pages of 64 tokens have the layouts that kernels know.
+    """
+
+    def paged(name: str, position: int, head_dim: int, **options: Any) -> Case:
+        return _case(name, position, head_dim=head_dim, page_tokens=64, **options)
+
+    many: dict[str, Any] = {"is_causal": True, "has_sinks": True, "max_pages": 5}
     return [
         _case("whole context", 22),
         _case("no context", 0),
@@ -106,6 +118,19 @@ def cases() -> list[Case]:
         _case("one row", 13, num_rows=1, heads=(4, 4)),
         _case("one kv head, 17 rows", 19, num_rows=17, heads=(8, 1), is_causal=True),
         _case("logits of tens", 20, spread=3.0),
+        paged("64 dims", 300, 64, heads=(4, 2)),
+        paged("64 dims, no context", 0, 64, heads=(4, 2), is_causal=True),
+        paged("64 dims, one key", 1, 64, heads=(4, 2), has_sinks=True),
+        paged("64 dims, whole pages", 128, 64, heads=(4, 2), num_rows=8),
+        paged("64 dims, all pages full", 384, 64, heads=(4, 2), spread=3.0),
+        paged("64 dims, window", 230, 64, heads=(4, 2), window=100, **many),
+        paged("64 dims, window below the block", 66, 64, heads=(4, 4), window=3, is_causal=True),
+        paged("64 dims, one row", 65, 64, heads=(2, 2), num_rows=1),
+        paged("128 dims", 255, 128, heads=(6, 1), max_pages=4),
+        paged("128 dims, 42 rows of a head", 70, 128, heads=(12, 2), max_pages=3),
+        paged("128 dims, window", 200, 128, heads=(8, 2), window=64, num_rows=8, **many),
+        paged("128 dims, 16 rows", 130, 128, heads=(12, 2), num_rows=16, window=130, **many),
+        paged("32 dims", 129, 32, heads=(3, 1), has_sinks=True),
     ]
 
 

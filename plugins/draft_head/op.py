@@ -124,9 +124,10 @@ def _case(
     logits_divisor: float = 1.0,
     levels: int = 0,
     position: int = 1000,
+    sizes: tuple[int, int, int] = (33, 14, 131),
     **sampling: Any,
 ) -> Case:
-    hidden_size, rank, vocab_size = 33, 14, 131
+    hidden_size, rank, vocab_size = sizes
 
     def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         def weight(rows: int, columns: int, gain: float = 1.0) -> Tensor:
@@ -139,8 +140,8 @@ def _case(
         second = weight(drafted, rank, 3.0)
         if levels:  # few distinct values and no bias: ties everywhere
             base, second = (base * levels / 6).round(), second * 0
-        sizes = {"gated": (rank, hidden_size + rank), "rnn": (3 * rank, 2 * rank + hidden_size)}
-        size = sizes.get(head)
+        mixes = {"gated": (rank, hidden_size + rank), "rnn": (3 * rank, 2 * rank + hidden_size)}
+        size = mixes.get(head)
         read = hidden_size + (rank if "markov" in confidence else 0)
         has_bias = "bias" in confidence
         return {
@@ -170,7 +171,10 @@ def _case(
 
 
 def cases() -> list[Case]:
-    """Heads, draws with both noises and all filters, softcaps, trimmed tokens, confidences."""
+    """Heads, draws with both noises and all filters, softcaps, trimmed tokens, confidences.
+
+    Those with `sizes` (of hidden rows, rank and vocabulary) are what kernels take.
+    """
     filters: dict[str, Any] = {
         "temperature": 1.3,
         "top_k": 40,
@@ -178,6 +182,7 @@ def cases() -> list[Case]:
         "min_p": 0.02,
         "seed": 2**63 - 1,
     }
+    wide = (264, 64, 1003)
     return [
         _case("vanilla, greedy", "vanilla", temperature=0.0),
         _case("gated, greedy", "gated", temperature=0.0),
@@ -196,7 +201,23 @@ def cases() -> list[Case]:
         _case("confidence of the row alone", "gated", confidence="hidden", top_p=0.5),
         _case("confidence without bias", "rnn", confidence="hidden, markov", num_rows=16),
         _case("one row", "rnn", num_rows=1, temperature=0.0, confidence="hidden, bias"),
-    ]
+        _case("wide, rnn, greedy", "rnn", sizes=wide, temperature=0.0, softcap_place="before_bias"),
+        _case("wide, rnn, coupled", "rnn", sizes=wide, seed=2**62 + 12345, is_coupled=True),
+        _case("wide, rnn, own noise", "rnn", sizes=wide, seed=2**62 + 12345, temperature=2.5),
+        _case("wide, rnn, all filters", "rnn", sizes=wide, **filters),
+        _case("wide, gated, all filters, coupled", "gated", sizes=wide, is_coupled=True, **filters),
+        _case("wide, gated, divided", "gated", sizes=(520, 256, 65), seed=5, num_rows=8,
+              softcap_place="after_bias", logits_divisor=24.0),
+        _case("wide, vanilla, ties", "vanilla", sizes=(40, 128, 300), temperature=0.0, levels=2,
+              confidence=""),
+        _case("wide, vanilla, top-p", "vanilla", sizes=(40, 128, 300), top_p=0.7, num_rows=3),
+        _case("wide, trimmed", "rnn", sizes=(4104, 64, 300), num_drafted=77, seed=6,
+              is_coupled=True, confidence="hidden", num_rows=4),
+        _case("wide, trimmed, own base, top-k", "vanilla", sizes=(64, 192, 300), num_drafted=77,
+              base_is_drafted=True, top_k=60, num_rows=5, confidence="hidden, markov"),
+        _case("wide, 16 rows", "gated", sizes=(64, 64, 131), num_rows=16, position=0, min_p=0.1),
+        _case("wide, one row", "rnn", sizes=(64, 64, 33), num_rows=1, temperature=0.0),
+    ]  # fmt: skip
 
 
 @operator("draft_head", fake=fake, cases=cases)

@@ -35,6 +35,11 @@ def argmax(num_tokens: int, count: int, *, names: Names | None = None) -> Kernel
     )
 
 
+def draw_parts(vocab: int, num_tokens: int, threads: int) -> int:
+    """Blocks of a row: as many as can wait for each other or have work."""
+    return max(1, min(MULTIPROCESSORS // num_tokens, -(-vocab // (2 * threads))))
+
+
 def sample(
     vocab: int,
     num_tokens: int,
@@ -66,7 +71,7 @@ def sample(
     require(1 <= vocab <= _MOST_VOCAB, "sample", f"vocab={vocab}, expected 1 to {_MOST_VOCAB}")
     most = MULTIPROCESSORS // num_tokens
     if parts is None:
-        parts = max(1, min(most, -(-vocab // (2 * threads))))
+        parts = draw_parts(vocab, num_tokens, threads)
     require(1 <= parts <= most, "sample", f"{parts} blocks a row, expected 1 to {most}")
     assert threads in (32, 64, 128, 256, 512), threads
     return launch(

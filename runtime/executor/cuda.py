@@ -95,9 +95,9 @@ class CudaExecutor:
         self._start(step_input, step)
         count = len(step_input.tokens)
         rows = count if plan.num_rows == plan.num_tokens else plan.num_rows
-        num_rows = {"tokens": rows, "logits": rows if wants_logits else 0}
+        num_rows = {"tokens": rows, "logits": rows if wants_logits else 0, "confidences": rows}
         outputs = self._await(lambda: self.ranks[0].receive(plan, num_rows))
-        return StepOutput(outputs["tokens"], outputs["logits"])
+        return StepOutput(outputs["tokens"], outputs["logits"], outputs.get("confidences"))
 
     def decode(self, step_input: StepInput, num_ahead: int) -> int:
         """Run the decode step on one token, or take its result if it has run ahead."""
@@ -233,6 +233,7 @@ class CudaExecutor:
             "top_p": [sampling.top_p],
             "min_p": [sampling.min_p],
             "seed": [sampling.seed],
+            "is_coupled": [int(step_input.is_coupled)],
         }
         self._queue.clear()
         block = self.ranks[0].encode_inputs(values)

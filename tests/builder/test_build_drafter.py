@@ -108,9 +108,9 @@ def test_models_without_taps_refuse_a_drafter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["auto", "dspark"])
-def test_gpu_targets_refuse_a_drafter(make: Make, spec: Literal["auto", "dspark"]) -> None:
-    options = dataclasses.replace(OPTIONS, target="sm_90a", spec=spec)
+def test_ranks_on_gpus_refuse_a_drafter(make: Make, spec: Literal["auto", "dspark"]) -> None:
+    options = dataclasses.replace(OPTIONS, target="sm_90a", tp_size=2, spec=spec)
     with pytest.raises(
-        ConfigError, match=r"the drafter \(dspark\) cannot be built for target sm_90a .*--spec none"
+        ConfigError, match=r"drafter \(dspark\) cannot be built for 2 ranks of target sm_90a .*--spec none"
     ):
         prepare(Checkpoint(make("embedded")), options)

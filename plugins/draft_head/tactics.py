@@ -1,0 +1,202 @@
+"""How `draft_head` runs on a GPU: three small kernels a row behind one for all rows.
+
+Row k needs the token of row k - 1, which stays on the device: `mix` makes what the second table
+multiplies, `head_logits` streams the table, `draw_row` takes a token from the candidates of its
+blocks, or, where filters are on, from all logits.
+"""
+
+from pathlib import Path
+
+import torch
+
+from inkrt.plugins.tactic import (
+    GPU_TARGETS,
+    CallArgs,
+    Float32,
+    Int32,
+    KernelLaunch,
+    Output,
+    Param,
+    Pointer,
+    Scratch,
+    Tactic,
+    number_arg,
+    tensor_arg,
+)
+from inkrt.plugins.w4a16.sample_tactics import draw_parts
+from inkrt.plugins.w4a16.shapes import sample_bytes, sample_exchange_bytes
+
+_FOLDER = Path(__file__).parent
+_MULTIPROCESSORS = 132
+_MOST_ROWS, _MOST_RANK, _MOST_VOCAB = 16, 256, 2**18 - 1
+_HEADS = {"vanilla": 0, "gated": 1, "rnn": 2}
+_PLACES = {"none": 0, "before_bias": 1, "after_bias": 2}
+_MOST_SUMS = 48  # of a thread of `hidden_part`
+_MOST_CHUNKS = 2
+_MIX_WARPS, _LOGITS_WARPS = 8, 16
+_FILL_BLOCKS = 16
+_DRAW_THREADS = 512
+_REQUEST = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "is_coupled")
+
+
+def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
+    """The kernels for up to 16 bfloat16 rows and ranks of 64, 128, 192 and 256."""
+    hidden, first, second = (tensor_arg(args, x) for x in ("hidden", "markov_w1", "markov_w2"))
+    base = tensor_arg(args, "base_logits")
+    (num_rows, width), (drafted, rank) = hidden.shape, second.shape
+    vocab, head = int(number_arg(args, "vocab_size")), _HEADS[str(args["head"])]
+    chunks = -(-width // (8 * 512))
+    fits = (
+        target in GPU_TARGETS
+        and hidden.dtype == first.dtype == torch.bfloat16
+        and num_rows <= _MOST_ROWS
+        and width % 8 == 0
+        and chunks <= _MOST_CHUNKS
+        and rank % 64 == 0
+        and rank <= _MOST_RANK
+        and vocab <= _MOST_VOCAB
+    )
+    if not fits:
+        return []
+    is_trimmed, confidence = args["d2t"] is not None, args["confidence_proj"]
+    read = tensor_arg(args, "confidence_proj").shape[1] if confidence is not None else 0
+    mixed = (0, rank, 3 * rank)[head]
+    common = (
+        ("GROUP", num_rows),
+        ("WIDTH", width),
+        ("RANK", rank),
+        ("VOCAB", vocab),
+        ("HEAD", head),
+        ("CONFIDENCE", 0 if confidence is None else 1 if read == width else 2),
+    )
+    known: dict[str, Param] = {
+        "mixed": Scratch("mixed", max(num_rows * mixed * 4, 16)),
+        "confidence": Scratch("confidence", num_rows * 4),
+        "states": Scratch("states", num_rows * rank * 4),
+        "z": Scratch("z", rank * 4),
+        "tokens": Output(0),
+        "logits": Output(1),
+        "confidences": Output(2 if confidence is not None else 0),
+        "softcap": Float32(number_arg(args, "softcap")),
+        "divisor": Float32(number_arg(args, "logits_divisor")),
+    }
+
+    def params(names: str, *more: Param) -> tuple[Param, ...]:
+        # Of what is not there any address does: it is not read.
+        there = [name if known.get(name) or args[name] else "markov_w1" for name in names.split()]
+        return (*(known.get(name, Pointer(name)) for name in there), *more)
+
+    def launch(
+        entry: str,
+        source: str,
+        defines: tuple[tuple[str, int], ...],
+        blocks: int,
+        threads: int,
+        given: tuple[Param, ...],
+        smem: int = 0,
+    ) -> KernelLaunch:
+        return KernelLaunch(
+            source=_FOLDER / f"{source}.cu",
+            entry=entry,
+            defines=(*common, *defines),
+            grid=(blocks, 1, 1),
+            block=(threads, 1, 1),
+            params=given,
+            smem_bytes=smem,
+        )
+
+    kernels = []
+    block_rows = max(1, min(-(-mixed // 128), _MOST_SUMS // num_rows))
+    threads = -(-width // (8 * chunks * 32)) * 32
+    threads = max(threads, -(-num_rows * block_rows // 32) * 32)
+    fill_blocks = _FILL_BLOCKS if is_trimmed else 0
+    hidden_blocks = -(-mixed // block_rows) + (confidence is not None) + fill_blocks
+    if hidden_blocks:
+        kernels.append(
+            launch(
+                "hidden_part",
+                "hidden",
+                (
+                    ("CONFIDENCE_BIAS", int(args["confidence_bias"] is not None)),
+                    ("BLOCK_ROWS", block_rows),
+                    ("CHUNKS", chunks),
+                    ("THREADS", threads),
+                    ("FILL_BLOCKS", max(fill_blocks, 1)),
+                ),
+                hidden_blocks,
+                threads,
+                params(
+                    "hidden mix_proj mix_bias confidence_proj confidence_bias mixed confidence "
+                    "logits"
+                ),
+                threads // 32 * num_rows * block_rows * 4,
+            )
+        )
+    blocks = min(-(-drafted // 32), _MULTIPROCESSORS)
+    known |= {
+        "best": Scratch("best", blocks * 4),
+        "best_row": Scratch("best_row", blocks * 4),
+        "drawn": Scratch("drawn", blocks * 8),
+        "exchange": Scratch("exchange", sample_exchange_bytes(1), fill=0),
+        "error": Scratch("error", 4, fill=0),
+    }
+    base_is_drafted = is_trimmed and bool(args["base_is_drafted"])
+    logits_defines = (
+        ("DRAFTED", drafted),
+        ("TRIMMED", int(is_trimmed)),
+        ("BASE_DRAFTED", int(base_is_drafted)),
+        ("BASE_STRIDE", base.shape[1]),
+        ("BASE_FLOAT32", int(base.dtype == torch.float32)),
+        ("SOFTCAP", _PLACES[str(args["softcap_place"])]),
+        ("BLOCKS", blocks),
+    )
+    parts = draw_parts(vocab, 1, _DRAW_THREADS)
+    request = " ".join(_REQUEST)
+    for row in range(num_rows):
+        mix_tasks = rank + (confidence is not None)
+        kernels += [
+            launch(
+                "mix",
+                "mix",
+                (),
+                -(-mix_tasks // _MIX_WARPS),
+                32 * _MIX_WARPS,
+                params(
+                    "anchor tokens markov_w1 mix_proj confidence_proj mixed confidence states z "
+                    "confidences",
+                    Int32(row),
+                ),
+            ),
+            launch(
+                "head_logits",
+                "logits",
+                logits_defines,
+                blocks,
+                32 * _LOGITS_WARPS,
+                params(
+                    f"base_logits markov_w2 z d2t {request} logits best best_row drawn softcap "
+                    "divisor",
+                    Int32(row),
+                ),
+                16 * _LOGITS_WARPS,
+            ),
+            launch(
+                "draw_row",
+                "draw",
+                (("PARTS", parts), ("THREADS", _DRAW_THREADS)),
+                parts,
+                _DRAW_THREADS,
+                params(
+                    f"best best_row drawn logits {request} tokens exchange error",
+                    Int32(blocks),
+                    Int32(row),
+                ),
+                sample_bytes(vocab, parts, _DRAW_THREADS),
+            ),
+        ]
+    # The second table once a row: only what is left of it in the L2 need not cross memory again.
+    table_bytes = num_rows * drafted * rank * 2
+    other = mixed * (2 * rank + width) * 2 + num_rows * (base.shape[1] * base.dtype.itemsize)
+    num_bytes = table_bytes + other + num_rows * vocab * 4
+    flops = 2 * num_rows * (drafted * rank + mixed * (2 * rank + width))
+    return [Tactic("three_kernels", tuple(kernels), num_bytes, flops)]
