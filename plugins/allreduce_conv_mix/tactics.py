@@ -111,7 +111,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         num_rows, state, num_former=len(former), num_queries=len(norms), residual=kind,
         keeps_float32=args["residual_dtype"] == torch.float32,
     )  # fmt: skip
-    params = (
+    params: tuple[Param, ...] = (
         *(Pointer(name) for name in ("partial", "conv_weight", "conv_state")),
         *STEP,
         Pointer("residual" if kind else "partial"),
@@ -125,10 +125,15 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         Float32(number_arg(args, "norm_eps")),
     )
     size = bytes_of(args, "partial", "sources", "residual", "conv_weight", "queries")
-    size += bytes_of(args, "norm_weights") + num_rows * width * (2 + 2 * len(norms) + 2 + 3 * 2)
+    # The new residual, the results, and the ring: three rows read and one written.
+    is_wide_residual = args["residual_dtype"] == torch.float32
+    of_column = (4 if is_wide_residual else 2) + 2 * len(norms) + 4 * 2
+    size += bytes_of(args, "norm_weights") + num_rows * width * of_column
     tactics = []
     for name, split in variants(num_rows):
-        words = exchange_params(num_rows, width, num_sources, len(norms)) if split else ()
+        words: tuple[Param, ...] = ()
+        if split:
+            words = exchange_params(num_rows, width, num_sources, len(norms))
         kernels: list[KernelLaunch] = [
             launch(
                 _FOLDER / "conv_mix.cu",

@@ -17,6 +17,7 @@ from inkrt.plugins.tactic import (
     Float32,
     Int32,
     Output,
+    Param,
     Pointer,
     Tactic,
     number_arg,
@@ -38,7 +39,9 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     wide = sum((s.dtype == torch.float32) << index for index, s in enumerate(sources))
     tactics = []
     for name, split in variants(num_rows):
-        words = exchange_params(num_rows, width, len(sources), num_queries) if split else ()
+        words: tuple[Param, ...] = ()
+        if split:
+            words = exchange_params(num_rows, width, len(sources), num_queries)
         kernel = launch(
             Path(__file__).parent / "residual_mix.cu",
             "residual_mix",
