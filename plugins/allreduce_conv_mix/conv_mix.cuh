@@ -42,11 +42,11 @@ struct ConvMix {
   }
   INK_DEVICE void early(int column) {
     taps.load(conv_weight, column);
-    if (RING_IS_WIDE && has_token()) load_past(column);
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       query[i] = load_weight_four<true>(queries, (size_t)i * WIDTH + column);
     load_norms(column);
+    if (RING_IS_WIDE) load_past(column);  // last: it waits for the position
   }
   INK_DEVICE void load(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
     using namespace short_conv;

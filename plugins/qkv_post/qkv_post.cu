@@ -23,9 +23,10 @@ INK_DEVICE void finish_queries(int job, int lane, const Step& step, int num_rows
                                const bf16* scale, bf16* out, float threshold, float log_alpha) {
   const int token = job / HEADS, head = job % HEADS, column = lane % LANES * 4;
   const size_t at = (size_t)job * (4 * LANES) + column;
-  const bool is_live = token < num_rows && token < step.num_tokens;
+  // What is loaded early does not wait for the number of tokens.
+  const bool is_row = token < num_rows, is_live = is_row && token < step.num_tokens;
   Four y = zero_four();
-  if (is_live) y = load_weight_four<false>(scale, head * (4 * LANES) + column);
+  if (is_row) y = load_weight_four<false>(scale, head * (4 * LANES) + column);
   pdl_wait();
   Four s = zero_four();
   if (is_live) s = load_act_four<false>(x, at);
@@ -70,19 +71,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   if (is_value) warp -= kv_warps;
   const int job = warp * JOBS + lane / HEAD_LANES, token = job / KV_HEADS, head = job % KV_HEADS;
   const int dim = lane % HEAD_LANES * 4, channel = head * HEAD + dim;
-  const bool is_live = token < num_rows && token < step.num_tokens;
+  const bool is_row = token < num_rows, is_live = is_row && token < step.num_tokens;
   const bf16* const x = is_value ? v : k;
   const void* const weight = is_value ? v_conv_weight : k_conv_weight;
   bf16* const ring = is_value ? v_ring : k_ring;
   uint2 past[PAST];
 #if DYNAMIC
   DynamicTaps taps;
-  if (is_live) taps.load<CHANNELS>((const bf16*)weight, channel);
+  if (is_row) taps.load<CHANNELS>((const bf16*)weight, channel);
 #else
   Taps taps;
-  if (is_live) taps.load((const float*)weight, channel);
+  if (is_row) taps.load((const float*)weight, channel);
 #endif
-  if (is_live && RING_IS_WIDE) load_past<RING, CHANNELS>(past, ring, step, token, channel);
+  if (is_row && RING_IS_WIDE) load_past<RING, CHANNELS>(past, ring, step, token, channel);
   const int p = step.position + token;
   int page = 0;
   if (is_live)
