@@ -26,11 +26,11 @@ extern "C" __global__ void __launch_bounds__(128)
   const int i = blockIdx.x * 128 + threadIdx.x, row = i / TOTAL, column = i % TOTAL;
   if (row >= ROWS) return;
   const void* const parts[] = {p0, p1, p2, p3, p4, p5, p6, p7};
+  const void* part = p0;
+  int number = 0;
 #pragma unroll
-  for (int p = PARTS - 1; p >= 0; p--) {
-    if (column < BEGIN_OF[p]) continue;
-    out[i] = load_unit((const Unit*)parts[p] + (size_t)row * STEP_OF[p] +
-                       (column - BEGIN_OF[p]) % PERIOD_OF[p]);
-    break;
-  }
+  for (int p = 1; p < PARTS; p++)
+    if (column >= BEGIN_OF[p]) part = parts[p], number = p;
+  const int in_part = (column - BEGIN_OF[number]) % PERIOD_OF[number];
+  out[i] = load_unit((const Unit*)part + (size_t)row * STEP_OF[number] + in_part);
 }
