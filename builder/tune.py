@@ -16,7 +16,7 @@ from inkrt.builder.memory import ALIGNMENT
 from inkrt.builder.tactics import find_tactics
 from inkrt.builder.timing_cache import KernelDigests
 from inkrt.errors import BuildError
-from inkrt.plugins.tactic import CallArg, CallArgs, Tactic, TensorArg
+from inkrt.plugins.tactic import CallArg, CallArgs, Tactic, TensorArg, strides_of_view
 from inkrt.runtime.plan import (
     LOOSE,
     Argument,
@@ -117,7 +117,8 @@ def call_args_of(plan: Plan, launch: Launch) -> CallArgs:
 def _call_arg(plan: Plan, value: Argument) -> CallArg:
     def tensor(index: int) -> TensorArg:
         spec = plan.tensors[index]
-        return TensorArg(spec.shape, getattr(torch, spec.dtype))
+        strides = strides_of_view(spec.shape, spec.strides)
+        return TensorArg(spec.shape, getattr(torch, spec.dtype), strides)
 
     if isinstance(value, Ref):
         return tensor(value.tensor)

@@ -43,7 +43,7 @@ class _Config(ctypes.Structure):
 def cubin_path(folder: Path, kernel: KernelLaunch) -> Path:
     """Where a kernel's cubin stands: named by its sources and macros."""
     digest = hashlib.sha256()
-    for path in [*sorted(kernel.source.parent.glob("*.cu*")), *sorted(PLUGIN_FOLDER.glob("*.cuh"))]:
+    for path in [kernel.source, *sorted(PLUGIN_FOLDER.glob("**/*.cuh"))]:
         digest.update(path.read_bytes())
     digest.update(repr((kernel.source.name, kernel.defines)).encode())
     return folder / f"{kernel.entry}-{digest.hexdigest()[:16]}.cubin"

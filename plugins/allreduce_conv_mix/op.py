@@ -114,7 +114,10 @@ def fake(
 
 
 def cases() -> list[Case]:
-    """A single rank: no residual, one and three queries, no and many sources, padding rows."""
+    """A single rank: no residual, one and three queries, no and many sources, padding rows.
+
+    Widths of whole fours are those that GPU kernels take.
+    """
 
     def make(
         name: str, *, num_rows: int, num_tokens: int, width: int, num_sources: int,
@@ -186,6 +189,62 @@ def cases() -> list[Case]:
             num_sources=0,
             num_queries=1,
             position=99,
+            has_residual=True,
+            keeps_float32=False,
+        ),
+        # Sizes that kernels take: slices of 512 columns, the last of them of any width.
+        make(
+            "three_slices_many_sources",
+            num_rows=8,
+            num_tokens=8,
+            width=1032,
+            num_sources=8,
+            num_queries=3,
+            position=29,
+            has_residual=True,
+            keeps_float32=False,
+        ),
+        make(
+            "one_slice_new_sum",
+            num_rows=5,
+            num_tokens=5,
+            width=256,
+            num_sources=1,
+            num_queries=1,
+            position=0,
+            has_residual=False,
+            keeps_float32=True,
+        ),
+        make(
+            "one_row_most_sources",
+            num_rows=1,
+            num_tokens=1,
+            width=512,
+            num_sources=9,
+            num_queries=1,
+            position=1,
+            has_residual=True,
+            keeps_float32=True,
+        ),
+        make(
+            "chunk_over_its_ring",
+            num_rows=40,
+            num_tokens=37,
+            width=520,
+            num_sources=2,
+            num_queries=1,
+            position=2,
+            has_residual=True,
+            keeps_float32=True,
+        ),
+        make(
+            "short_chunk",
+            num_rows=14,
+            num_tokens=2,
+            width=64,
+            num_sources=0,
+            num_queries=3,
+            position=31,
             has_residual=True,
             keeps_float32=False,
         ),

@@ -47,6 +47,10 @@ def cases() -> list[Case]:
         row = normal(generator, dtype, 1, 9)
         return {"parts": [normal(generator, dtype, 1, 9), row.expand(6, 9)], "dim": 0}
 
+    def repeated_fours(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
+        row = normal(generator, dtype, 1, 264)
+        return {"parts": [normal(generator, dtype, 1, 264), row.expand(6, 264)], "dim": 0}
+
     def tokens(_dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         return {"parts": [integers(generator, 512, 1, 1) for _ in range(5)], "dim": 0}
 
@@ -56,7 +60,10 @@ def cases() -> list[Case]:
         make("uneven columns", 1, (11, 7), (11, 1), (11, 20)),
         make("rows", 0, (1, 13), (6, 13)),
         make("one part", 1, (3, 5)),
+        make("features of eights", 1, (5, 256), (5, 8), (5, 64)),
+        make("rows of fours", 0, (1, 132), (6, 132)),
         Case("anchor and masks", repeated, exact),
+        Case("anchor and masks of fours", repeated_fours, exact),
         Case("tokens", tokens, exact),
     ]
 

@@ -46,14 +46,15 @@ def _case(
     rows: int = 5,
     max_pages: int | None = None,
     slot: int = 0,
+    heads: tuple[int, int] = (2, 7),
 ) -> Case:
     def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         entries = 3 if max_pages is None else max_pages + 2
         return {
-            "k": normal(generator, dtype, num_rows, 2, 7),
-            "v": normal(generator, dtype, num_rows, 2, 7),
-            "k_cache": normal(generator, dtype, entries, rows, 2, 7),
-            "v_cache": normal(generator, dtype, entries, rows, 2, 7),
+            "k": normal(generator, dtype, num_rows, *heads),
+            "v": normal(generator, dtype, num_rows, *heads),
+            "k_cache": normal(generator, dtype, entries, rows, *heads),
+            "v_cache": normal(generator, dtype, entries, rows, *heads),
             "page_table": (
                 None if max_pages is None else shuffled_pages(generator, entries, max_pages)
             ),
@@ -74,6 +75,12 @@ def cases() -> list[Case]:
         _case("pages, first token", 1, 0, max_pages=3),
         _case("pages, across a page's end", 5, 3, max_pages=3, slot=2),
         _case("pages, padded chunk", 11, 4, num_tokens=9, rows=4, max_pages=4),
+        _case("ring of pages", 8, 123, rows=128, slot=2, heads=(3, 32)),
+        _case("ring of pages, wider step", 150, 60, num_tokens=141, rows=128, heads=(1, 16)),
+        _case("over pages of 64", 7, 60, rows=64, max_pages=3, heads=(2, 128)),
+        _case(
+            "over pages of 64, padded", 80, 61, num_tokens=70, rows=64, max_pages=3, heads=(2, 64)
+        ),
     ]
 
 

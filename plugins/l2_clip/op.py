@@ -47,6 +47,9 @@ def cases() -> list[Case]:
         _case("none clipped", 1, 2, 7, scaled=False, threshold=22.627416997969522),
         _case("all clipped", 11, 3, 9, scaled=True, threshold=0.5, x_scale=30.0),
         _case("zeros", 2, 2, 5, scaled=False, threshold=8.0, x_scale=0.0),
+        _case("heads of 128", 3, 5, 128, scaled=True, threshold=11.0),
+        _case("zeros of 32", 9, 2, 32, scaled=False, threshold=8.0, x_scale=0.0),
+        _case("relative states", 5, 3, 16, scaled=True, threshold=4.0),
     ]
 
 

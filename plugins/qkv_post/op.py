@@ -108,11 +108,13 @@ def cases() -> list[Case]:
     def make(
         name: str, *, dynamic: bool, paged: bool, num_rows: int, num_tokens: int, position: int,
         heads: tuple[int, int] = (6, 3), sizes: tuple[int, int] = (10, 5), log_n_floor: int = 0,
+        cache: tuple[int, int] = (12, 4),
     ) -> Case:  # fmt: skip
         num_heads, num_kv = heads
         head_size, rel_size = sizes
         channels = num_kv * head_size
-        taps, ring_rows, page_tokens, num_pages = 4, 16, 4, 12
+        taps, ring_rows = 4, 16
+        num_pages, page_tokens = cache  # or three rings of num_pages * page_tokens / 3 rows
 
         def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
             def conv_weight() -> Tensor:
@@ -123,7 +125,9 @@ def cases() -> list[Case]:
             def taps_of_tokens() -> Tensor | None:
                 return normal(generator, dtype, num_rows, num_kv * taps) if dynamic else None
 
-            first = (num_pages, page_tokens) if paged else (3, 32)
+            first = (num_pages, page_tokens)
+            if not paged:
+                first = (3, 32 if page_tokens == 4 else num_pages * page_tokens // 3)
             return {
                 "q": normal(generator, dtype, num_rows, num_heads * head_size, scale=3.0),
                 "k": normal(generator, dtype, num_rows, channels, scale=3.0),
@@ -173,6 +177,86 @@ def cases() -> list[Case]:
             heads=(1, 1),
             sizes=(7, 3),
             log_n_floor=5,
+        ),
+        # Sizes that kernels take: pages of 64 positions, heads and relative states of 2^n values.
+        make(
+            "ring_of_pages",
+            dynamic=False,
+            paged=False,
+            num_rows=8,
+            num_tokens=8,
+            position=123,
+            heads=(4, 2),
+            sizes=(32, 8),
+            cache=(6, 64),
+        ),
+        make(
+            "over_a_page",
+            dynamic=True,
+            paged=True,
+            num_rows=7,
+            num_tokens=7,
+            position=60,
+            heads=(6, 1),
+            sizes=(128, 16),
+            log_n_floor=62,
+            cache=(5, 64),
+        ),
+        make(
+            "first_of_a_slot",
+            dynamic=False,
+            paged=False,
+            num_rows=1,
+            num_tokens=1,
+            position=0,
+            heads=(12, 2),
+            sizes=(128, 16),
+            cache=(3, 64),
+        ),
+        make(
+            "two_tokens_of_two",
+            dynamic=True,
+            paged=True,
+            num_rows=2,
+            num_tokens=2,
+            position=1,
+            heads=(3, 1),
+            sizes=(64, 4),
+            cache=(5, 64),
+        ),
+        make(
+            "chunk_over_its_rings",
+            dynamic=False,
+            paged=False,
+            num_rows=60,
+            num_tokens=57,
+            position=94,
+            heads=(4, 2),
+            sizes=(32, 8),
+            cache=(6, 64),
+        ),
+        make(
+            "dynamic_chunk_over_pages",
+            dynamic=True,
+            paged=True,
+            num_rows=70,
+            num_tokens=67,
+            position=2,
+            heads=(2, 2),
+            sizes=(16, 16),
+            log_n_floor=30,
+            cache=(5, 64),
+        ),
+        make(
+            "short_chunk",
+            dynamic=True,
+            paged=True,
+            num_rows=40,
+            num_tokens=2,
+            position=126,
+            heads=(2, 1),
+            sizes=(64, 16),
+            cache=(5, 64),
         ),
     ]
 

@@ -57,6 +57,8 @@ def cases() -> list[Case]:
         _case("model dtype", 1, 55),
         _case("partial sum kept in float32", 5, 33, out_dtype=torch.float32),
         _case("float32 residual rounded", 11, 7, residual_dtype=torch.float32),
+        _case("of fours", 5, 132, torch.float32),
+        _case("of fours kept in float32", 3, 520, out_dtype=torch.float32),
         Case("new float32 sum", _start),
         Case("new sum of equal dtype is a copy", _copy),
     ]

@@ -64,6 +64,9 @@ def cases() -> list[Case]:
         _case("full attention input", 9, 3, 11, 33),
         _case("near one-hot", 4, 2, 2, 17, query_scale=20.0),
         _case("zero query mixes evenly", 4, 1, 3, 7, query_scale=0.0),
+        _case("two slices", 9, 1, 5, 520, has_float32_source=True),
+        _case("three queries, wide step", 3, 3, 11, 256),
+        _case("most sources", 10, 1, 1, 64),
     ]
 
 

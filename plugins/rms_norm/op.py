@@ -58,6 +58,11 @@ def cases() -> list[Case]:
         _case("float32 input", 5, 33, is_float32_input=True),
         _case("eps dominates", 2, 9, eps=0.5, scale=0.1),
         _case("zeros", 2, 9, scale=0.0),
+        _case("full width", 3, 4608),
+        _case("float32 input of fours", 5, 132, is_float32_input=True),
+        _case("heads of 64", 7, 4, 64),
+        _case("unweighted heads of 128", 2, 3, 128, weighted=False, eps=1e-3),
+        _case("several rounds", 2, 8192, scale=3.0),
     ]
 
 

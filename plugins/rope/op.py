@@ -50,6 +50,7 @@ def cases() -> list[Case]:
         _case("prefill", 11, 3, head_dim=6),
         _case("far", 2, 262_100, head_dim=128),
         _case("other base", 3, 1000, theta=500.0),
+        _case("heads of 64", 7, 2041, head_dim=64),
     ]
 
 

@@ -83,6 +83,9 @@ def cases() -> list[Case]:
         _case("two taps, smallest ring", 3, 3, taps=2, ring=1),
         _case("unscaled", 5, 8, slot=2, is_scaled=False),
         _case("unscaled padded chunk", 13, 6, num_tokens=9, ring=16, is_scaled=False),
+        _case("of fours across the ring's end", 8, 28, channels=132, ring=16, slot=2),
+        _case("chunk of fours", 30, 2, num_tokens=27, channels=64, ring=16),
+        _case("short chunk of fours", 30, 14, num_tokens=2, channels=64, ring=16, is_scaled=False),
     ]
 
 

@@ -40,6 +40,7 @@ def cases() -> list[Case]:
         _case("verify", 5, 33),
         _case("prefill", 11, 7),
         _case("saturated gates", 3, 17, gate_scale=100.0),
+        _case("saturated gates of fours", 5, 132, gate_scale=100.0),
     ]
 
 

@@ -38,6 +38,7 @@ def cases() -> list[Case]:
         make("decode", 1, 33, 1.0),
         make("prefill", 11, 20, 2.0),
         make("saturated", 3, 17, 100.0),
+        make("saturated of fours", 5, 132, 100.0),
         make("zeros", 2, 5, 0.0),
     ]
 
