@@ -111,7 +111,8 @@ def _case(
         }
 
     # Five bfloat16 roundings (see above), three of them on scores that softmax exponentiates.
-    return Case(name, arguments, {torch.float32: 1e-6, torch.bfloat16: 1.5e-2})
+    # Wide heads come with thousands of keys, whose values cancel.
+    return Case(name, arguments, {torch.float32: 5e-6 if sizes else 1e-6, torch.bfloat16: 1.5e-2})
 
 
 # Head, relative states, extent: of Inkling-2, and of the small checkpoint that comes with inkrt.

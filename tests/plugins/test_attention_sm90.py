@@ -1,7 +1,9 @@
 """Attention kernels of sm_90a without a GPU: cache layout, tactics, compilation, spills."""
 
 import itertools
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from inkrt.plugins.attention_sm90.tactics import (
     sink_attention_tactics,
 )
 from inkrt.plugins.state import locate
-from inkrt.plugins.tactic import CallArgs, KernelLaunch, Tactic, TensorArg
+from inkrt.plugins.tactic import CallArgs, KernelLaunch, Pointer, Tactic, TensorArg
+
+sys.path.append(str(Path(__file__).parents[1] / "builder"))
 
 HEAD_DIMS = (16, 32, 48, 64, 128, 256)
 FULL = Call(8, 4, 8, 128, 0, 0, 128**-0.5)
@@ -273,6 +277,29 @@ def kernels() -> list[KernelLaunch]:
     found += [find(replace(call, num_tokens=512))[0].kernels[0] for call in (FULL, wide_ring())]
     found += [find(replace(FULL, num_tokens=9, heads_per_kv=3))[0].kernels[0]]
     return [*found, fast_tactic(SLIDING, Split(8, 1, 1, 8, 2)).kernels[0], *relative_kernels()]
+
+
+@pytest.mark.parametrize(
+    "call", [replace(INKLING_RING, num_kv_heads=2), replace(INKLING, num_tokens=100), NANO]
+)
+def test_relative_kernels_read_weights_and_older_keys_before_the_wait(call: Call) -> None:
+    """Without a window the wait is in a loop, which branches alone do not tell."""
+    pytest.importorskip(
+        "cuda.bindings.nvrtc", reason="NVRTC through cuda.bindings is not installed"
+    )
+    from ptx import compile_ptx, touched_before_wait
+
+    (kernel, *_) = find_relative(call)[0].kernels
+    names = [
+        param.argument
+        if isinstance(param, Pointer)
+        else getattr(param, "name", type(param).__name__)
+        for param in kernel.params
+    ]
+    early = touched_before_wait(compile_ptx(kernel.source, kernel.defines), kernel.entry)
+    allowed = {"position", "num_tokens", "slot", "bank", "k_cache", "v_cache", "error"}
+    assert {names[number] for number in early} <= allowed
+    assert ("bank" in {names[number] for number in early}) == (kernel.entry == "relative_attention")
 
 
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda k: f"{k.entry}-{k.grid}-{k.smem_bytes}")

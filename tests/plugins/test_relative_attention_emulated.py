@@ -71,6 +71,7 @@ def assert_near(problem: Problem, out: torch.Tensor, offset: int, count: int) ->
         assert error <= MAX_ERROR * expected[:, h].norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "start", "split"),
     [
