@@ -263,7 +263,9 @@ def splits(call: Call) -> list[Split]:
         per_block = -(-pages // cluster)
         stages = min(per_block + per_block % 2, 6)
         # A window is little work, so clusters share its tokens, as long as all fit at once.
-        parts = min(3, max(1, _NUM_CLUSTERS_OF_8 // call.num_kv_heads))
+        parts = max(1, _NUM_CLUSTERS_OF_8 // call.num_kv_heads)
+        if call.relative is None:
+            parts = min(3, parts)
         groups = sorted({-(-width // count) for count in range(1, parts + 1)})
         candidates = [Split(cluster, 1, 1, group, stages) for group in groups]
     else:
