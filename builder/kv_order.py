@@ -33,3 +33,10 @@ def write_of(node: Node) -> Node | None:
     (write,) = writes
     is_same = all(value is attention[name] for name, value in arguments(write).items())
     return write if is_same and set(attention["v_cache"].users) == {node, write} else None
+
+
+def is_written_first(attention: Node) -> bool:
+    """Whether no write of keys and values to its caches stands behind an attention."""
+    args = arguments(attention)
+    users = {*args["k_cache"].users, *args["v_cache"].users}
+    return not any(is_call(user, "kv_write") and attention < user for user in users)

@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from inkrt.builder.kv_order import is_written_first
 from inkrt.builder.rewrite import arguments, module_path
 from inkrt.builder.timing_cache import DEVICES, KernelDigests, TimingCache
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Plugin
 from inkrt.plugins.tactic import CallArgs, Tactic, TensorArg, strides_of_view
+
+# Operators whose kernels expect the step's own keys and values in the cache.
+_READ_FROM_CACHE = frozenset({"relative_attention", "sink_attention"})
 
 
 class TacticChooser:
@@ -62,7 +66,8 @@ def choose_tactic(node: Node, plugin: Plugin, target: str, chooser: TacticChoose
     """The tactic for a call of `plugin`.
 
     Raises:
-        BuildError: no kernel of ours runs this call on the target.
+        BuildError: no kernel of ours runs this call on the target, or it would read keys that the
+            step has not written yet.
     """
     args = call_args(arguments(node))
     candidates = find_tactics(plugin.name, target, args)
@@ -71,6 +76,12 @@ def choose_tactic(node: Node, plugin: Plugin, target: str, chooser: TacticChoose
         raise BuildError(
             f"{module_path(node) or 'model'}: {plugin.qualified_name} has no kernel for {target} "
             f"with shapes {shapes}; build for another target"
+        )
+    if plugin.name in _READ_FROM_CACHE and not is_written_first(node):
+        raise BuildError(
+            f"{module_path(node) or 'model'}: {plugin.qualified_name} on {target} reads the step's "
+            f"own keys from the cache, but they are written behind it; write the module such that "
+            f"a pass fuses what makes them, or build for the cpu"
         )
     return chooser.choose(plugin.name, candidates)
 

@@ -8,6 +8,7 @@ from functools import wraps
 
 from inkrt.builder.passes.eliminate_dead_code import eliminate_dead_code
 from inkrt.builder.passes.fuse_allreduce_conv_mix import fuse_allreduce_conv_mix
+from inkrt.builder.passes.fuse_attention_gate import fuse_attention_gate
 from inkrt.builder.passes.fuse_dense_mlp import fuse_dense_mlp
 from inkrt.builder.passes.fuse_flint_layers import fuse_flint_layers
 from inkrt.builder.passes.fuse_flint_moe import fuse_flint_moe
@@ -26,6 +27,7 @@ TargetPass = Callable[[StepGraph, str], StepGraph]
 PASSES: tuple[Pass, ...] = (
     place_collectives,
     fuse_qkv_post,
+    fuse_attention_gate,
     fuse_moe,
     fuse_allreduce_conv_mix,
     fuse_norm_qkv_rope,

@@ -57,7 +57,7 @@ INK_DEVICE void attend(const Args& args) {
   const int t0 = blockIdx.z * kGroup, num_tokens = min(kGroup, kTokens - t0);
   const Step step = read_step(args);
   const Loader loader{args, step, smem, bars, kv_head, kRingRows ? load_act_int(args.slot) : 0};
-  const float scale = kRelative ? 1.f : args.scale * kLog2e;
+  const float scale = kRelative ? kLog2e : args.scale * kLog2e;  // powers of two in a unit of the scores
   u32 parities = 0;  // of the next wait, a bit per stage
   int passes = 0;
 
@@ -112,11 +112,14 @@ INK_DEVICE void attend(const Args& args) {
       if (loads && work.key(my_item) + kPage > step.start)
         for (int is_v = 0; is_v < 2; ++is_v)
           loader.copy(is_v, my_item % kStages, work.key(my_item), my_page, kThisStep);
-      load_q(args, smem + Smem::kQ, kv_head, step.count - t0, thread);
-    }
 #if ATTN_RELATIVE
-    const RelativeBias bias(args, kv_head, t0, lane);
+      const RelativeStates states(args, kv_head, step.count - t0, thread);
 #endif
+      load_q(args, smem + Smem::kQ, kv_head, step.count - t0, thread);
+#if ATTN_RELATIVE
+      states.store(smem, thread);
+#endif
+    }
     fence_async();
     named_barrier(1, kThreads);
 
@@ -142,8 +145,8 @@ INK_DEVICE void attend(const Args& args) {
       sm90::wgmma_commit();
       const int key_a = key + 16 * w + lane / 4;  // and key_a + 8
 #if ATTN_RELATIVE
-      float relative[kGroup][4];
-      bias.compute(relative, step, key, key_a, lane);
+      u32 bias[kGroup][2];
+      relative_bias(bias, step, smem, stage, key, 16 * w, lane);
 #endif
       sm90::wgmma_wait_all();
       sm90::pin(s);
@@ -151,7 +154,8 @@ INK_DEVICE void attend(const Args& args) {
 #pragma unroll
       for (int t = 0; t < kGroup; ++t)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[t][e] = fmaf(s[t][e], args.scale * kLog2e, relative[t][e]);
+        for (int e = 0; e < 4; ++e)
+          s[t][e] = fmaf(s[t][e], args.scale, e % 2 ? high_float(bias[t][e / 2]) : low_float(bias[t][e / 2]));
 #endif
       if (is_partial || key + kPage - 1 > step.base || (kWindow && key <= step.last - kWindow)) {
 #pragma unroll

@@ -8,8 +8,16 @@
 //   ATTN_BLOCK_HEADS    query heads of a block, 1 or 2; divides ATTN_HEADS_PER_KV
 //   ATTN_STAGES         pages in shared memory
 //   ATTN_KV_HEADS, ATTN_HEADS_PER_KV, ATTN_WINDOW, ATTN_RING_ROWS as in shape.cuh
+// With ATTN_RELATIVE 1 it is relative_attention with 16 relative states and sinks:
+//   ATTN_EXTENT         distances with a bias
+//   ATTN_IS_GATED       whether there is a gate
 #include "device.cuh"
+#include "gate.cuh"
 #include "kv_layout.cuh"
+
+#ifndef ATTN_RELATIVE
+#define ATTN_RELATIVE 0
+#endif
 
 namespace {
 
@@ -23,11 +31,21 @@ using Tile = kv_layout::Tile<kDim>;
 static_assert(ATTN_HEADS_PER_KV % ATTN_BLOCK_HEADS == 0, "a block's heads share a kv head");
 static_assert(!ATTN_RING_ROWS || ATTN_RING_ROWS >= ATTN_WINDOW - 1 + ATTN_CHUNK, "ring rows");
 
+#if ATTN_RELATIVE
+// Of a warp's 16 tokens and a page: column c is of the distance that the warp's first token has to the page's last key,
+// and c more.
+constexpr int kBiasTiles = (16 + kPage) / 8, kBiasColumns = 8 * kBiasTiles + 8;  // 8 against bank conflicts
+#endif
+
 struct Shared {
   alignas(1024) u8 k[kStages][Tile::kBytes];
   alignas(1024) u8 v[kStages][Tile::kBytes];
   u64 bars[kStages];   // a page is there
   u64 empty[kStages];  // all warps are done with it
+#if ATTN_RELATIVE
+  alignas(16) bf16 bias[kThreads / 32][16][kBiasColumns];
+  uint4 q[kThreads / 32][kSteps][32];  // matrix operands, of each lane its own
+#endif
 };
 
 // Zeros in the rows of V that no token of the block sees. Their probabilities are zero, but what a
@@ -48,20 +66,38 @@ struct Rows {
   float m[2], l[2];  // maximum of the scores, and this lane's part of the denominator
 };
 
+// Matrix operands of 16 tokens. Beside a bias there are no registers for them.
+#if ATTN_RELATIVE
+using Queries = uint4[kSteps][32];
+INK_DEVICE void read_queries(u32 (&q)[4], const Queries& queries, int step, int lane) {
+  const uint4 x = queries[step][lane];
+  q[0] = x.x, q[1] = x.y, q[2] = x.z, q[3] = x.w;
+}
+#else
+using Queries = u32[kSteps][4];
+#endif
+
 // Scores of 16 tokens and the keys of a page.
-INK_DEVICE void score(float (&s)[kKeyTiles][4], const u32 (&q)[kSteps][4], const u8* k, int lane) {
+INK_DEVICE void score(float (&s)[kKeyTiles][4], const Queries& q, const u8* k, int lane) {
 #pragma unroll
   for (int j = 0; j < kKeyTiles; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[j][i] = 0.f;
 #pragma unroll
   for (int step = 0; step < kSteps; step += 2) {
+#if ATTN_RELATIVE
+    u32 even[4], odd[4];
+    read_queries(even, q, step, lane);
+    read_queries(odd, q, step + 1, lane);
+#else
+    const u32(&even)[4] = q[step], (&odd)[4] = q[step + 1];
+#endif
 #pragma unroll
     for (int j = 0; j < kKeyTiles; ++j) {
       u32 b[4];  // operands of two steps
       load_matrices(b, k + Tile::chunk(8 * j + lane % 8, 2 * step + lane / 8));
-      mma_bf16(s[j], q[step], b[0], b[1]);
-      mma_bf16(s[j], q[step + 1], b[2], b[3]);
+      mma_bf16(s[j], even, b[0], b[1]);
+      mma_bf16(s[j], odd, b[2], b[3]);
     }
   }
 }
@@ -77,6 +113,37 @@ INK_DEVICE void hide(float (&s)[kKeyTiles][4], int distance) {
       if (d < 0 || (ATTN_WINDOW && d >= ATTN_WINDOW)) s[j][i] = -__int_as_float(0x7F800000);
     }
 }
+
+#if ATTN_RELATIVE
+// Scores in their final unit, with the bias rounded to bf16. rel: A operand of the warp's tokens. to_first: distance
+// from the warp's first token to the page's first key.
+INK_DEVICE void add_bias(float (&s)[kKeyTiles][4], const u32 (&rel)[4], const bf16* bank,
+                         bf16 (&bias)[16][kBiasColumns], int to_first, float scale, int lane) {
+  const int g = lane / 4, t = lane % 4, least = to_first - (kPage - 1);
+  const bool is_near = least < ATTN_EXTENT;
+  if (is_near) {
+    __syncwarp();  // the page before is done
+#pragma unroll 1
+    for (int tile = 0; tile < kBiasTiles; ++tile) {
+      const int d = max(0, min(least + 8 * tile + g, ATTN_EXTENT - 1));
+      const bf16* row = bank + d * 16 + 2 * t;
+      float c[4] = {0.f, 0.f, 0.f, 0.f};
+      mma_bf16(c, rel, load_weight4(row), load_weight4(row + 8));
+      *(u32*)&bias[g][8 * tile + 2 * t] = pack_bf16(c[0], c[1]);
+      *(u32*)&bias[g + 8][8 * tile + 2 * t] = pack_bf16(c[2], c[3]);
+    }
+    __syncwarp();
+  }
+#pragma unroll
+  for (int j = 0; j < kKeyTiles; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = g + i / 2 * 8, key = 8 * j + 2 * t + i % 2, d = to_first + row - key;
+      const bool has_bias = is_near && d >= 0 && d < ATTN_EXTENT;
+      s[j][i] = fmaf(s[j][i], scale, has_bias ? to_float(bias[row][row - key + kPage - 1]) : 0.f);
+    }
+}
+#endif
 
 // Scores become probabilities that refer to the new maximum of each row; what is there so far is
 // scaled to it. `scale`: of scores in powers of two.
@@ -127,12 +194,21 @@ INK_DEVICE void add_values(Rows& rows, const float (&p)[kKeyTiles][4], const u8*
 
 }  // namespace
 
-// entries: the page table int32 [max_pages], or the slot int32 [1] of a ring. q, out: [T, H, 128];
-// rows of out from num_tokens on become zero.
+// entries: the page table int32 [max_pages], or the slot int32 [1] of a ring. q, gate, out: [T, H, 128];
+// sinks: [T, H] if relative, else [H]; rel: [T, H, 16]; bank: [ATTN_EXTENT, 16]. Rows of out from num_tokens
+// on become zero.
+#if ATTN_RELATIVE
+extern "C" __global__ void __launch_bounds__(kThreads)
+    tile_relative_attention(const bf16* q, const bf16* rel, const bf16* bank, const bf16* sinks,
+                            const bf16* gate, const u8* k_cache, const u8* v_cache,
+                            const int* entries, const int* position, const int* num_tokens,
+                            bf16* out, int* error, float scale) {
+#else
 extern "C" __global__ void __launch_bounds__(kThreads)
     tile_sink_attention(const bf16* q, const float* sinks, const u8* k_cache, const u8* v_cache,
                         const int* entries, const int* position, const int* num_tokens, bf16* out,
                         int* error, float scale) {
+#endif
   Shared& sm = *(Shared*)dynamic_smem();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int g = lane / 4, t = lane % 4;
@@ -188,6 +264,23 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                       i / 2 * 8 + 2 * t;
       operands[step][i] = is_real ? load_act4(p) : 0;
     }
+#if ATTN_RELATIVE
+  // As lanes read only what they wrote, no barrier is needed.
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    sm.q[warp][step][lane] =
+        make_uint4(operands[step][0], operands[step][1], operands[step][2], operands[step][3]);
+  const Queries& queries = sm.q[warp];
+  u32 states[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const bool is_real = token + i % 2 * 8 < first_token + count;
+    const bf16* p = rel + ((size_t)(token + i % 2 * 8) * kHeads + head) * 16 + i / 2 * 8 + 2 * t;
+    states[i] = is_real ? load_act4(p) : 0;
+  }
+#else
+  const Queries& queries = operands;
+#endif
   Rows rows;
 #pragma unroll
   for (int j = 0; j < kDimTiles; ++j)
@@ -206,13 +299,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       __syncthreads();
     }
     float s[kKeyTiles][4];
-    score(s, operands, sm.k[stage], lane);
+    score(s, queries, sm.k[stage], lane);
     // Here rather than first: by now the other warps are done with the page before.
     if (thread == 0 && i + kStages - 1 < num_pages) load(i + kStages - 1);
+#if ATTN_RELATIVE
+    add_bias(s, states, bank, sm.bias[warp], own - g - key, scale, lane);
+#endif
     const bool is_whole =  // every token sees every key
         key + kPage - 1 <= start && (!ATTN_WINDOW || key >= last_key - ATTN_WINDOW + 1);
     if (!is_whole) hide(s, own - key - 2 * t);
-    weigh(s, rows, scale * kLog2e);
+    weigh(s, rows, ATTN_RELATIVE ? kLog2e : scale * kLog2e);
     add_values(rows, s, sm.v[stage], lane);
     // Not a barrier: a warp may go on, so that the tensor cores work during another one's softmax.
     __syncwarp();
@@ -224,14 +320,29 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float l = rows.l[half];
     l += __shfl_xor_sync(INK_FULL_WARP, l, 1);
     l += __shfl_xor_sync(INK_FULL_WARP, l, 2);
-    l += exp2_approx(fmaf(sinks[head], kLog2e, -rows.m[half] * (scale * kLog2e)));
     const int here = token + 8 * half;
     const bool is_real = here < first_token + count;
+#if ATTN_RELATIVE
+    const float sink = is_real ? load_act_bf16(sinks, (size_t)here * kHeads + head) : 0.f;
+    l += exp2_approx(fmaf(sink, kLog2e, -rows.m[half] * kLog2e));
+#else
+    l += exp2_approx(fmaf(sinks[head], kLog2e, -rows.m[half] * (scale * kLog2e)));
+#endif
     if (here >= ATTN_CHUNK) continue;
 #pragma unroll
     for (int j = 0; j < kDimTiles; ++j) {
       const float* o = rows.o[j] + 2 * half;
+#if ATTN_RELATIVE
+      u32 pair = is_real ? pack_bf16(o[0] / l, o[1] / l) : 0;
+      if (ATTN_IS_GATED && is_real) {
+        const u32 gates = load_act4(gate + (row - out) + half * kEight + 8 * j);
+        pair = pack_bf16(apply_gate(low_float(pair), low_float(gates)),
+                         apply_gate(high_float(pair), high_float(gates)));
+      }
+      *(u32*)(row + half * kEight + 8 * j) = pair;
+#else
       *(u32*)(row + half * kEight + 8 * j) = is_real ? pack_bf16(o[0] / l, o[1] / l) : 0;
+#endif
     }
   }
 }

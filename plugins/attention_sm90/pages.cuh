@@ -1,6 +1,9 @@
 // Which pages a block attends to, and their way into shared memory.
 #pragma once
 #include "shape.cuh"
+#if ATTN_RELATIVE
+#include "relative_shape.cuh"
+#endif
 
 namespace attention {
 
@@ -11,6 +14,11 @@ struct Step {
   int last;   // of the block's last token
   int count;  // valid rows of the step
   INK_DEVICE int position(int t) const { return min(base + t, last); }
+#if ATTN_RELATIVE
+  // Distances from keys of the page at `key` to tokens of the block that have a bias: [first, end).
+  INK_DEVICE int first_distance(int key) const { return max(0, base - (key + kPage - 1)); }
+  INK_DEVICE int end_distance(int key) const { return min(kExtent, last + 1 - key); }
+#endif
 };
 
 INK_DEVICE Step read_step(const Args& args) {
@@ -76,12 +84,26 @@ struct Loader {
   INK_DEVICE int first_row(int key) const { return kWindow ? max(0, step.base - kWindow + 1 - key) : 0; }
   INK_DEVICE int end_row(int key) const { return min(kPage, step.last + 1 - key); }
 
-  // One thread. kBeforeStep arms the barrier for all rows, and kThisStep must follow.
+  // One thread. kBeforeStep arms the barrier for all rows, and kThisStep must follow. Rows of the bank that the page's
+  // keys need come with them.
   INK_DEVICE void copy(bool is_v, int stage, int key, int page, RowsOf rows) const {
     const int first = first_row(key), end = end_row(key);
     const int middle = max(first, min(end, step.start - key));
     u64* const full = bar(stage, is_v);
-    if (rows != kThisStep) mbar_expect(full, (end - first) * 2 * Tile::kRowBytes);
+    if (rows != kThisStep) {
+      int expected = (end - first) * 2 * Tile::kRowBytes;
+#if ATTN_RELATIVE
+      const int distance = step.first_distance(key);
+      const int bank_bytes = is_v ? 0 : max(0, step.end_distance(key) - distance) * RelativeSmem::kRowBytes;
+      expected += bank_bytes;
+#endif
+      mbar_expect(full, expected);
+#if ATTN_RELATIVE
+      if (bank_bytes > 0)
+        bulk_load(smem + RelativeSmem::kBank + stage * RelativeSmem::kBankBytes, args.bank + distance * kStates,
+                  bank_bytes, full);
+#endif
+    }
     const int from = rows == kThisStep ? middle : first, to = rows == kBeforeStep ? middle : end;
     const u8* source = (is_v ? args.v_cache : args.k_cache) + Tile::begin(page, kKvHeads, kv_head);
     u8* target = smem + stage * kStageBytes + is_v * Tile::kBytes;

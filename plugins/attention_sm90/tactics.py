@@ -1,4 +1,4 @@
-"""Tactics of attention on sm_90a, for the attention operators' `tactics.py`.
+"""Tactics of attention on sm_90a, for the attention operators' `tactics.py`; see relative.py too.
 
 Three kernels: attention.cu on wgmma for steps of up to eight tokens, head dim 128 and up to eight q
 heads per kv head; attention_tile.cu for wider steps of head dim 128; and attention_simple.cu for
@@ -11,10 +11,13 @@ not depend on T. Steps of one engine may therefore choose tactics independently,
 The tiled kernel's rows are near to those of the others, not equal.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from inkrt.plugins.kv_layout import PAGE_TOKENS, has_layout
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
@@ -25,6 +28,7 @@ from inkrt.plugins.tactic import (
     Float32,
     KernelLaunch,
     Output,
+    Packing,
     Param,
     Pointer,
     Scratch,
@@ -36,13 +40,50 @@ _FOLDER = Path(__file__).parent
 _NUM_SMS = 132
 _NUM_CLUSTERS_OF_8 = 15  # that run at once with a block per SM (measured)
 _MAX_SMEM_BYTES = 232_448
-_HEAD_DIM = 128
-_MAX_HEADS_PER_KV = 8
-_STAGE_BYTES = 2 * PAGE_TOKENS * _HEAD_DIM * 2
+HEAD_DIM = 128
+MAX_HEADS_PER_KV = 8
+_STAGE_BYTES = 2 * PAGE_TOKENS * HEAD_DIM * 2
 _THREADS = 256
 _TILE_TOKENS = 64
 _TILE_STAGES = 4  # registers leave room for one block on a multiprocessor
 _WARPS = 8
+# States of a head and values of a row of the bank in the kernels with tensor cores.
+RELATIVE_STATES = 16
+_TILE_RELATIVE_BYTES = 16 * 88 * 2 + 16 * HEAD_DIM * 2  # of a warp: biases, and queries
+
+Defines = tuple[tuple[str, int], ...]
+
+
+def _by_distance(bank: Tensor) -> Tensor:
+    return bank.T.contiguous().view(torch.uint8).flatten()
+
+
+def _bank_bytes(shapes: Sequence[TensorArg]) -> int:
+    (bank,) = shapes
+    return 2 * math.prod(bank.shape)
+
+
+# The bank [r, extent] in bf16 as every kernel reads it: [extent, r].
+BANK_BY_DISTANCE = Packing(("bank",), "bank_by_distance", _by_distance, _bank_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Relative:
+    """What `relative_attention` has beside `sink_attention`; sinks are of tokens and heads.
+
+    Attributes:
+        states: r, relative states of a head.
+        extent: distances with a bias.
+        has_sinks: whether heads have sinks.
+        is_gated: whether there is a gate.
+        first_key: position of the first key that there is.
+    """
+
+    states: int
+    extent: int
+    has_sinks: bool = True
+    is_gated: bool = True
+    first_key: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +98,7 @@ class Call:
         window: keys that a row sees; 0 for all.
         ring_rows: rows of a slot's ring; 0 for a paged cache.
         scale: of the scores.
+        relative: of a `relative_attention`, else None.
     """
 
     num_tokens: int
@@ -66,6 +108,7 @@ class Call:
     window: int
     ring_rows: int
     scale: float
+    relative: Relative | None = None
 
     @property
     def num_heads(self) -> int:
@@ -83,10 +126,40 @@ class Call:
         return Pointer("slot" if self.ring_rows else "page_table")
 
     @property
+    def inputs(self) -> tuple[Param, ...]:
+        """First parameters of every kernel; what there is none of is not read."""
+        state = (
+            Pointer("k_cache"),
+            Pointer("v_cache"),
+            self.entries,
+            Pointer("position"),
+            Pointer("num_tokens"),
+        )
+        if self.relative is None:
+            return (Pointer("q"), Pointer("sinks"), *state)
+        sinks = Pointer("sinks" if self.relative.has_sinks else "q")
+        gate = Pointer("gate" if self.relative.is_gated else "q")
+        return (Pointer("q"), Pointer("rel"), Pointer("bank"), sinks, gate, *state)
+
+    def entry(self, prefix: str = "") -> str:
+        """Name of a kernel."""
+        return prefix + ("relative_attention" if self.relative else "sink_attention")
+
+    @property
     def bytes(self) -> int:
         """Least bytes moved; without a window the older keys, which dominate, are not in it."""
         rows = 2 * self.num_tokens * self.num_heads + 2 * self.least_keys * self.num_kv_heads
-        return 2 * rows * self.head_dim
+        return 2 * rows * self.head_dim + self._relative_bytes
+
+    @property
+    def _relative_bytes(self) -> int:
+        """Of relative states, sinks, gates and the bank."""
+        if self.relative is None:
+            return 0
+        relative = self.relative
+        gate = self.head_dim if relative.is_gated else 0
+        row = relative.states + relative.has_sinks + gate
+        return 2 * (self.num_tokens * self.num_heads * row + relative.states * relative.extent)
 
     @property
     def flops(self) -> int:
@@ -123,8 +196,15 @@ class Split:
         if self.cluster > 1:
             slots = self.cluster * -(-8 // self.cluster) * self.group
         received = slots * 512 + -(-slots * 8 // 16) * 16
-        operands = rows * _HEAD_DIM * 2 + 2 * rows * PAGE_TOKENS * 2
+        operands = rows * HEAD_DIM * 2 + 2 * rows * PAGE_TOKENS * 2
         return ring + operands + received + 2 * self.group * 64 + (2 * self.stages + 1) * 8
+
+    @property
+    def relative_smem_bytes(self) -> int:
+        """With a relative bias; `RelativeSmem` in relative_shape.cuh is the same sum."""
+        rel = 8 * self.group * 2 * RELATIVE_STATES
+        bank = (PAGE_TOKENS + self.group - 1) * 2 * RELATIVE_STATES
+        return -(-self.smem_bytes // 16) * 16 + rel + self.stages * bank
 
 
 def sink_attention_tactics(target: str, args: CallArgs) -> list[Tactic]:
@@ -142,15 +222,15 @@ def sink_attention_tactics(target: str, args: CallArgs) -> list[Tactic]:
     call = read_call(args)
     if target not in GPU_TARGETS or call is None:
         return []
-    if call.num_tokens > MAX_VERIFY_TOKENS and call.head_dim == _HEAD_DIM:
+    if call.num_tokens > MAX_VERIFY_TOKENS and call.head_dim == HEAD_DIM:
         return [tile_tactic(call)]
-    if target != HOPPER or call.head_dim != _HEAD_DIM or call.heads_per_kv > _MAX_HEADS_PER_KV:
+    if target != HOPPER or call.head_dim != HEAD_DIM or call.heads_per_kv > MAX_HEADS_PER_KV:
         return [simple_tactic(call)]
     return [fast_tactic(call, split) for split in splits(call)]
 
 
 def read_call(args: CallArgs) -> Call | None:
-    """Shapes of a `sink_attention` call, or None where kernels of this folder cannot serve it."""
+    """Shapes of an attention call without its bias, or None where no kernel here can serve it."""
     q, cache, table = args["q"], args["k_cache"], args["page_table"]
     window, scale = args["window"], args["scale"]
     assert isinstance(q, TensorArg)
@@ -183,13 +263,23 @@ def splits(call: Call) -> list[Split]:
         per_block = -(-pages // cluster)
         stages = min(per_block + per_block % 2, 6)
         # A window is little work, so clusters share its tokens, as long as all fit at once.
-        parts = min(3, max(1, _NUM_CLUSTERS_OF_8 // call.num_kv_heads))
+        parts = max(1, _NUM_CLUSTERS_OF_8 // call.num_kv_heads)
+        if call.relative is None:
+            parts = min(3, parts)
         groups = sorted({-(-width // count) for count in range(1, parts + 1)})
         candidates = [Split(cluster, 1, 1, group, stages) for group in groups]
     else:
-        clusters = max(1, _NUM_SMS // call.num_kv_heads)
-        candidates = [Split(1, clusters, 1, width, stages) for stages in (6, 4)]
-    return [split for split in candidates if split.smem_bytes <= _MAX_SMEM_BYTES]
+        cluster, clusters = 1, max(1, _NUM_SMS // call.num_kv_heads)
+        if call.relative is not None and call.num_kv_heads == 1:
+            # More blocks than an exchange through memory alone is good for (measured at 65,536
+            # positions: 13.7 us, 16.0 without clusters). One cluster less than fits.
+            cluster, clusters = 8, _NUM_CLUSTERS_OF_8 - 1
+        candidates = [Split(cluster, clusters, 1, width, stages) for stages in (6, 4)]
+    return [split for split in candidates if _smem_bytes(call, split) <= _MAX_SMEM_BYTES]
+
+
+def _smem_bytes(call: Call, split: Split) -> int:
+    return split.smem_bytes if call.relative is None else split.relative_smem_bytes
 
 
 def fast_tactic(call: Call, split: Split) -> Tactic:
@@ -198,13 +288,7 @@ def fast_tactic(call: Call, split: Split) -> Tactic:
     exchanges = split.clusters > 1
     fill = 0xFF if exchanges else None  # every launch leaves its slots as it finds them
     params: tuple[Param, ...] = (
-        Pointer("q"),
-        Pointer("sinks"),
-        Pointer("k_cache"),
-        Pointer("v_cache"),
-        call.entries,
-        Pointer("position"),
-        Pointer("num_tokens"),
+        *call.inputs,
         Output(),
         Scratch("partials", slots * 512 if exchanges else 16, fill),
         Scratch("partial_sums", slots * 8 if exchanges else 16, fill),
@@ -212,9 +296,15 @@ def fast_tactic(call: Call, split: Split) -> Tactic:
         Float32(call.scale),
     )
     groups = -(-call.num_tokens // split.group)
+    relative: Defines = ()
+    if call.relative is not None:
+        relative = (
+            ("ATTN_EXTENT", call.relative.extent),
+            ("ATTN_RELATIVE_SMEM_BYTES", split.relative_smem_bytes),
+        )
     kernel = KernelLaunch(
         source=_FOLDER / "attention.cu",
-        entry="sink_attention",
+        entry=call.entry(),
         defines=(
             ("ATTN_TOKENS", call.num_tokens),
             ("ATTN_GROUP", split.group),
@@ -226,17 +316,18 @@ def fast_tactic(call: Call, split: Split) -> Tactic:
             ("ATTN_CLUSTERS", split.clusters),
             ("ATTN_MIN_PAGES", split.min_pages),
             ("ATTN_STAGES", split.stages),
-            ("ATTN_RELATIVE", 0),
+            ("ATTN_RELATIVE", int(call.relative is not None)),
             ("ATTN_SMEM_BYTES", split.smem_bytes),
+            *relative,
         ),
         grid=(split.cluster * split.clusters, call.num_kv_heads, groups),
         block=(_THREADS, 1, 1),
         params=params,
         cluster=split.cluster,
-        smem_bytes=split.smem_bytes,
+        smem_bytes=_smem_bytes(call, split),
     )
     name = f"wgmma_{split.cluster}x{split.clusters}_group{split.group}_stages{split.stages}"
-    return Tactic(name, (kernel,), call.bytes, call.flops)
+    return _tactic(name, kernel, call)
 
 
 def tile_tactic(call: Call) -> Tactic:
@@ -245,7 +336,7 @@ def tile_tactic(call: Call) -> Tactic:
     blocks = -(-call.num_tokens // _TILE_TOKENS) * (call.num_heads // heads)
     kernel = KernelLaunch(
         source=_FOLDER / "attention_tile.cu",
-        entry="tile_sink_attention",
+        entry=call.entry("tile_"),
         defines=(
             ("ATTN_CHUNK", call.num_tokens),
             ("ATTN_BLOCK_HEADS", heads),
@@ -254,50 +345,63 @@ def tile_tactic(call: Call) -> Tactic:
             ("ATTN_HEADS_PER_KV", call.heads_per_kv),
             ("ATTN_WINDOW", call.window),
             ("ATTN_RING_ROWS", call.ring_rows),
+            *_relative_defines(call, ("ATTN_EXTENT", "ATTN_IS_GATED")),
         ),
         grid=(blocks, 1, 1),
         block=(128 * heads, 1, 1),
-        params=(
-            Pointer("q"),
-            Pointer("sinks"),
-            Pointer("k_cache"),
-            Pointer("v_cache"),
-            call.entries,
-            Pointer("position"),
-            Pointer("num_tokens"),
-            Output(),
-            Scratch("error", 4, 0),
-            Float32(call.scale),
-        ),
-        smem_bytes=_TILE_STAGES * _STAGE_BYTES + 1024,  # and their barriers
+        params=(*call.inputs, Output(), Scratch("error", 4, 0), Float32(call.scale)),
+        # Behind the stages their barriers.
+        smem_bytes=_TILE_STAGES * _STAGE_BYTES
+        + 1024
+        + (0 if call.relative is None else 4 * heads * _TILE_RELATIVE_BYTES),
     )
-    return Tactic(f"tile_64x{heads}", (kernel,), call.bytes, call.flops)
+    return _tactic(f"tile_64x{heads}", kernel, call)
 
 
 def simple_tactic(call: Call) -> Tactic:
     """The kernel without tensor cores."""
     kernel = KernelLaunch(
         source=_FOLDER / "attention_simple.cu",
-        entry="simple_sink_attention",
+        entry=call.entry("simple_"),
         defines=(
             ("ATTN_KV_HEADS", call.num_kv_heads),
             ("ATTN_HEADS_PER_KV", call.heads_per_kv),
             ("ATTN_DIM", call.head_dim),
             ("ATTN_WINDOW", call.window),
             ("ATTN_RING_ROWS", call.ring_rows),
+            *_relative_defines(
+                call,
+                (
+                    "ATTN_STATES",
+                    "ATTN_EXTENT",
+                    "ATTN_FIRST_KEY",
+                    "ATTN_HAS_SINKS",
+                    "ATTN_IS_GATED",
+                ),
+            ),
         ),
         grid=(call.num_kv_heads, call.num_tokens, 1),
         block=(128, 1, 1),
-        params=(
-            Pointer("q"),
-            Pointer("sinks"),
-            Pointer("k_cache"),
-            Pointer("v_cache"),
-            call.entries,
-            Pointer("position"),
-            Pointer("num_tokens"),
-            Output(),
-            Float32(call.scale),
-        ),
+        params=(*call.inputs, Output(), Float32(call.scale)),
     )
-    return Tactic("simple", (kernel,), call.bytes, call.flops)
+    return _tactic("simple", kernel, call)
+
+
+def _relative_defines(call: Call, names: tuple[str, ...]) -> Defines:
+    """ATTN_RELATIVE and the named macros; none for `sink_attention`."""
+    if call.relative is None:
+        return ()
+    relative = call.relative
+    values = {
+        "ATTN_STATES": relative.states,
+        "ATTN_EXTENT": relative.extent,
+        "ATTN_FIRST_KEY": relative.first_key,
+        "ATTN_HAS_SINKS": int(relative.has_sinks),
+        "ATTN_IS_GATED": int(relative.is_gated),
+    }
+    return (("ATTN_RELATIVE", 1), *((name, values[name]) for name in names))
+
+
+def _tactic(name: str, kernel: KernelLaunch, call: Call) -> Tactic:
+    packings = () if call.relative is None else (BANK_BY_DISTANCE,)
+    return Tactic(name, (kernel,), call.bytes, call.flops, packings)

@@ -5,8 +5,9 @@
     bias(t,h,n) = rel[t,h] . bank[:,n] if n < extent, else 0
     out[t,h] = sum_u softmax([s[t,h,:], sinks[t,h]])_u * v[u,g(h)]
 
-The sink takes probability and gives no value. A row that sees no key is zero. Which keys are read
-where, and when `kv_write` may run: `plugins.state.attend_to_session`.
+and with a gate `sigmoid_gate(out, gate)`, with its bits. The sink takes probability and gives no
+value. A row that sees no key is zero. Which keys are read where, and when `kv_write` may run:
+`plugins.state.attend_to_session`.
 
 In bfloat16 the product, its scaling, the bias and its addition round to bfloat16 each; softmax is
 float32 and its probabilities round to bfloat16. These are the steps of `[HF eager]` in the model
@@ -23,6 +24,7 @@ from inkrt.plugins.caseutil import normal, shuffled_pages, step_arguments
 from inkrt.plugins.narrow import linear_rows, row_by_row
 from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
+from inkrt.plugins.sigmoid_gate.op import sigmoid_gate
 from inkrt.plugins.state import attend_to_session, fit_attention
 
 
@@ -42,6 +44,7 @@ def fake(
     window: int,
     scale: float,
     first_key: int = 0,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Shape and dtype of q."""
     axes = Axes("relative_attention")
@@ -53,6 +56,10 @@ def fake(
     axes.require(first_key >= 0, f"first_key is {first_key}, expected >= 0")
     axes.step(position, num_tokens, slot)
     fit_attention(axes, q, k, v, k_cache, v_cache, page_table, window, scale)
+    if gate is not None:
+        axes.fit("gate", gate, "T", "H*d", dtype=q.dtype)
+        width = axes["H"] * axes["d"]
+        axes.require(axes["H*d"] == width, f"gate has {axes['H*d']} columns, expected H*d={width}")
     return q.new_empty(q.shape)
 
 
@@ -69,17 +76,23 @@ def _case(
     slot: int = 0,
     has_sinks: bool = True,
     first_key: int = 0,
+    sizes: tuple[int, int, int] | None = None,
+    has_gate: bool = False,
 ) -> Case:
+    """A case; `sizes` are of a head, of relative states and the extent."""
+
     def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         num_heads, num_kv_heads = heads
-        head_dim, rel_dim, extent = 7, 3, window or 9
+        head_dim, rel_dim, extent = sizes or (7, 3, window or 9)
         entries = 3 if max_pages is None else max_pages + 2
+        # Of wide heads; else a few keys have all the weight, and scores are large for bfloat16.
+        q_scale, bank_scale = (0.5, 0.125) if sizes else (1.0, 1.0)
         return {
-            "q": normal(generator, dtype, num_rows, num_heads, head_dim),
+            "q": normal(generator, dtype, num_rows, num_heads, head_dim, scale=q_scale),
             "k": normal(generator, dtype, num_rows, num_kv_heads, head_dim),
             "v": normal(generator, dtype, num_rows, num_kv_heads, head_dim),
             "rel": normal(generator, dtype, num_rows, num_heads, rel_dim),
-            "bank": normal(generator, dtype, rel_dim, extent),
+            "bank": normal(generator, dtype, rel_dim, extent, scale=bank_scale),
             "sinks": normal(generator, dtype, num_rows, num_heads) if has_sinks else None,
             "k_cache": normal(generator, dtype, entries, rows, num_kv_heads, head_dim),
             "v_cache": normal(generator, dtype, entries, rows, num_kv_heads, head_dim),
@@ -90,10 +103,64 @@ def _case(
             "window": window,
             "scale": head_dim**-0.5,
             "first_key": first_key,
+            "gate": (
+                normal(generator, dtype, num_rows, num_heads * head_dim, scale=2.0)
+                if has_gate
+                else None
+            ),
         }
 
     # Five bfloat16 roundings (see above), three of them on scores that softmax exponentiates.
-    return Case(name, arguments, {torch.float32: 1e-6, torch.bfloat16: 1.5e-2})
+    # Wide heads come with thousands of keys, whose values cancel.
+    return Case(name, arguments, {torch.float32: 5e-6 if sizes else 1e-6, torch.bfloat16: 1.5e-2})
+
+
+# Head, relative states, extent: of Inkling-2, and of the small checkpoint that comes with inkrt.
+_FULL_SIZE = (128, 16, 1024)
+_NANO = (32, 8, 128)
+
+
+def _kernel_cases() -> list[Case]:
+    """Sizes that GPU kernels take, at the ends of pages, extent, window and ring."""
+
+    def paged(num_rows: int, position: int, *, num_tokens: int | None = None) -> Case:
+        name = f"full size, pages, {num_rows} rows at {position}"
+        pages = (position + num_rows - 1) // 64 + 1
+        return _case(
+            name, num_rows, position, num_tokens=num_tokens, window=0, rows=64, max_pages=pages,
+            sizes=_FULL_SIZE, has_gate=True,
+        )  # fmt: skip
+
+    def ring(num_rows: int, position: int, *, num_tokens: int | None = None) -> Case:
+        name = f"full size, ring, {num_rows} rows at {position}"
+        return _case(
+            name, num_rows, position, num_tokens=num_tokens, heads=(6, 1), window=1024, rows=1088,
+            slot=1, sizes=_FULL_SIZE, has_gate=True,
+        )  # fmt: skip
+
+    def nano(name: str, num_rows: int, position: int, *, window: int = 64) -> Case:
+        rows, pages = (192, None) if window else (64, (position + num_rows - 1) // 64 + 1)
+        return _case(
+            f"small, {name}", num_rows, position, heads=(4, 2), window=window, rows=rows,
+            max_pages=pages, sizes=_NANO, has_gate=True,
+        )  # fmt: skip
+
+    return [
+        *(paged(1, context - 1) for context in (1, 63, 64, 65, 1023, 1024, 1025, 8191)),
+        paged(8, 1019),
+        paged(8, 60, num_tokens=5),
+        paged(3, 4222),  # behind a change of how keys are split
+        paged(20, 1010, num_tokens=17),
+        *(ring(1, context - 1) for context in (1, 64, 1024, 1025, 1088, 1089, 2177)),
+        ring(8, 1084),
+        ring(5, 1020, num_tokens=3),
+        ring(17, 1075, num_tokens=14),
+        nano("ring, first token", 1, 0),
+        nano("ring, verify over its end", 8, 188),
+        nano("ring, prefill", 70, 150),
+        nano("pages, verify past the extent", 5, 126, window=0),
+        nano("pages, prefill", 33, 100, window=0),
+    ]
 
 
 def cases() -> list[Case]:
@@ -111,6 +178,8 @@ def cases() -> list[Case]:
         _case("pages, verify past the extent", 5, 14, window=0, rows=4, max_pages=6),
         _case("pages, padded chunk", 13, 6, num_tokens=9, window=0, rows=4, max_pages=4),
         _case("pages with a window", 4, 9, window=6, rows=4, max_pages=4),
+        _case("pages, gate", 5, 14, window=0, rows=4, max_pages=6, has_gate=True),
+        _case("ring, gate of padded rows", 8, 12, num_tokens=3, has_gate=True),
         _case("no sinks", 5, 13, heads=(4, 4), has_sinks=False),
         _case("no sinks, one key", 1, 0, window=0, rows=4, max_pages=1, has_sinks=False),
         _case("ring, rows before the first key", 5, 0, has_sinks=False, first_key=3),
@@ -121,6 +190,7 @@ def cases() -> list[Case]:
               has_sinks=False),
         _case("ring, window over it", 5, 6, has_sinks=False, first_key=4),
         _case("pages, sinks and a first key", 4, 9, window=6, rows=4, max_pages=4, first_key=7),
+        *_kernel_cases(),
     ]  # fmt: skip
 
 
@@ -141,6 +211,7 @@ def relative_attention(
     window: int,
     scale: float,
     first_key: int = 0,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Attend from the valid rows of a step to the session's keys up to each row.
 
@@ -161,6 +232,7 @@ def relative_attention(
         window: number of keys a row sees, itself included; 0 for all.
         scale: of the scores.
         first_key: position of the first key that there is.
+        gate: [T, H * d], before the sigmoid; or None for a result without a gate.
 
     Returns:
         [T, H, d] in q's dtype; rows from num_tokens on, and before the first key, are zero.
@@ -173,10 +245,11 @@ def relative_attention(
         row_sinks = None if sinks is None else sinks[rows]
         return _attention(q[rows], keys, values, bias, row_sinks, is_masked, scale)
 
-    return attend_to_session(
+    out = attend_to_session(
         attend, q, k, v, k_cache, v_cache, page_table, position, num_tokens, slot, window,
         first_key, is_batched=True,
     )  # fmt: skip
+    return out if gate is None else sigmoid_gate(out.view(gate.shape), gate).view(out.shape)
 
 
 def _bias(rel: Tensor, bank: Tensor, distance: Tensor) -> Tensor:

@@ -174,6 +174,7 @@ def relative_attention(
     window: int,
     scale: float,
     first_key: int = 0,
+    gate: Tensor | None = None,
 ) -> Result:
     first, num_heads = position.item(), q.shape[1]
     group = num_heads // k.shape[1]
@@ -182,23 +183,25 @@ def relative_attention(
         here = first + i
         seen = [p for p in range(first_key, here + 1) if window == 0 or here - p < window]
         for h in range(num_heads if seen else 0):
-            scores, values = [], []
-            if sinks is not None:
-                scores, values = [sinks[i, h].item()], [torch.zeros_like(v[0, 0])]
+            keys, values = [], []
             for p in seen:
                 if p >= first:
-                    key, value = k[p - first, h // group], v[p - first, h // group]
+                    keys.append(k[p - first, h // group])
+                    values.append(v[p - first, h // group])
                 else:
                     where = _cache_index(k_cache, p, page_table, slot)
-                    key, value = k_cache[where][h // group], v_cache[where][h // group]
-                score = q[i, h].dot(key).item() * scale
+                    keys.append(k_cache[where][h // group])
+                    values.append(v_cache[where][h // group])
+            scores = torch.stack(keys) @ q[i, h] * scale
+            for n, p in enumerate(seen):
                 if here - p < bank.shape[1]:
-                    score += rel[i, h].dot(bank[:, here - p]).item()
-                scores.append(score)
-                values.append(value)
-            weights = [math.exp(s - max(scores)) for s in scores]
-            for weight, value in zip(weights, values, strict=True):
-                out[i, h] += weight / sum(weights) * value
+                    scores[n] += rel[i, h].dot(bank[:, here - p])
+            largest = scores.max() if sinks is None else max(scores.max(), sinks[i, h])
+            weights = torch.exp(scores - largest)
+            total = weights.sum() + (0 if sinks is None else torch.exp(sinks[i, h] - largest))
+            out[i, h] = weights / total @ torch.stack(values)
+    if gate is not None:
+        out = out / (1 + torch.exp(-gate.view_as(out)))
     out[num_tokens.item() :] = 0
     return (out,), {}
 

@@ -1,7 +1,9 @@
 """Attention kernels of sm_90a without a GPU: cache layout, tactics, compilation, spills."""
 
 import itertools
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,18 @@ from cubin import resources
 from inkrt.builder.compile import compile_cubin
 from inkrt.plugins import kv_layout
 from inkrt.plugins.attention_sm90 import tactics
-from inkrt.plugins.attention_sm90.tactics import Call, Split, fast_tactic, sink_attention_tactics
+from inkrt.plugins.attention_sm90.relative import relative_attention_tactics
+from inkrt.plugins.attention_sm90.tactics import (
+    Call,
+    Relative,
+    Split,
+    fast_tactic,
+    sink_attention_tactics,
+)
 from inkrt.plugins.state import locate
-from inkrt.plugins.tactic import CallArgs, KernelLaunch, Tactic, TensorArg
+from inkrt.plugins.tactic import CallArgs, KernelLaunch, Pointer, Tactic, TensorArg
+
+sys.path.append(str(Path(__file__).parents[1] / "builder"))
 
 HEAD_DIMS = (16, 32, 48, 64, 128, 256)
 FULL = Call(8, 4, 8, 128, 0, 0, 128**-0.5)
@@ -157,19 +168,105 @@ def test_wide_steps_get_the_tiled_kernel(target: str) -> None:
     assert other.name == "simple"
 
 
+INKLING = Call(8, 8, 6, 128, 0, 0, 128**-0.5, Relative(16, 1024))
+INKLING_RING = replace(INKLING, window=1024, ring_rows=1536)
+NANO = Call(1, 2, 2, 32, 0, 0, 32**-0.5, Relative(8, 128))
+NANO_RING = replace(NANO, window=64, ring_rows=576, relative=Relative(8, 64))
+
+
+def find_relative(
+    call: Call, target: str = "sm_90a", **changes: TensorArg | int | None
+) -> list[Tactic]:
+    relative = call.relative
+    assert relative is not None
+    rows = (call.num_tokens, call.num_heads)
+    args = call_args(call) | {
+        "rel": TensorArg((*rows, relative.states), torch.bfloat16),
+        "bank": TensorArg((relative.states, relative.extent), torch.bfloat16),
+        "sinks": TensorArg(rows, torch.bfloat16),
+        "gate": TensorArg((call.num_tokens, call.num_heads * call.head_dim), torch.bfloat16),
+        "num_tokens": TensorArg((1,), torch.int32),
+    }
+    return relative_attention_tactics(target, args | changes)
+
+
+@pytest.mark.parametrize("call", [INKLING, INKLING_RING])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+def test_relative_splits_do_not_depend_on_the_step(call: Call, num_kv_heads: int) -> None:
+    of_rank = replace(call, num_kv_heads=num_kv_heads)
+    found = [
+        kernel
+        for t in range(1, 9)
+        for tactic in find_relative(replace(of_rank, num_tokens=t))
+        for kernel in tactic.kernels
+    ]
+    assert {kernel.entry for kernel in found} == {"relative_attention"}
+    names = ("ATTN_CLUSTER", "ATTN_CLUSTERS", "ATTN_MIN_PAGES")
+    assert len({tuple(dict(kernel.defines)[name] for name in names) for kernel in found}) == 1
+    for kernel in found:
+        assert kernel.smem_bytes <= 232_448
+        if kernel.params[-3].num_bytes > 16:  # type: ignore[union-attr]
+            assert kernel.grid[0] * kernel.grid[1] * kernel.grid[2] <= 132
+
+
+def test_relative_calls_and_their_kernels() -> None:
+    def names(call: Call, target: str = "sm_90a", **changes: TensorArg | int | None) -> list[str]:
+        return [tactic.name for tactic in find_relative(call, target, **changes)]
+
+    assert names(replace(INKLING, num_kv_heads=1)) == ["wgmma_8x14_group8_stages4"]
+    assert names(replace(INKLING, num_tokens=9)) == ["tile_64x2"]
+    assert names(INKLING, "sm_100a") == ["simple"]
+    assert names(replace(INKLING, num_tokens=9), "sm_100a") == ["tile_64x2"]
+    assert names(INKLING, gate=None) == ["simple"]
+    assert names(replace(INKLING, num_tokens=9), gate=None) == ["tile_64x2"]
+    assert names(INKLING, sinks=None) == ["simple"]
+    assert names(INKLING, first_key=3) == ["simple"]
+    assert names(NANO) == ["simple"]
+    assert names(replace(NANO, num_tokens=512)) == ["simple"]
+    # The ring holds the window and a chunk of 512 exactly, or it has no kernel.
+    assert names(replace(INKLING_RING, num_tokens=513)) == ["tile_64x2"]
+    assert names(replace(INKLING_RING, num_tokens=514)) == []
+    assert names(INKLING, num_tokens=None) == []
+    assert names(INKLING, "sm_80") == []
+
+
+def test_relative_bytes() -> None:
+    (first, *_) = find_relative(replace(INKLING_RING, num_tokens=1))
+    kv, rows, own = 2 * 1024 * 8 * 128, 2 * 48 * 128, 48 * (16 + 1 + 128)
+    assert first.bytes == 2 * (kv + rows + own + 16 * 1024)
+
+
+def test_the_bank_is_packed_by_distance() -> None:
+    bank = torch.randn(16, 1024).bfloat16()
+    packed = tactics.BANK_BY_DISTANCE.pack(bank)
+    shapes = [TensorArg((16, 1024), torch.bfloat16)]
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (tactics.BANK_BY_DISTANCE.num_bytes(shapes),)
+    by_distance = packed.view(torch.bfloat16).view(1024, 16)
+    assert torch.equal(by_distance[1000], bank[:, 1000])
+    assert torch.equal(by_distance.T, bank)
+    assert all(t.packings == (tactics.BANK_BY_DISTANCE,) for t in find_relative(INKLING))
+
+
 # ---- compilation
-
-
-def relative(call: Call, split: Split) -> KernelLaunch:
-    """The Inkling-2 form of a launch; it has no tactic yet."""
-    (kernel,) = fast_tactic(call, split).kernels
-    defines = dict(kernel.defines) | {"ATTN_RELATIVE": 1}
-    return replace(kernel, entry="relative_attention", defines=tuple(defines.items()))
 
 
 def wide_ring() -> Call:
     """A ring with room for 512 tokens."""
     return replace(SLIDING, ring_rows=1024)
+
+
+def relative_kernels() -> list[KernelLaunch]:
+    """Of slices of Inkling-2 and of the small checkpoint: the first choice of each."""
+    found = []
+    for num_kv_heads in (8, 4, 2, 1):
+        for call in (INKLING, INKLING_RING):
+            of_rank = replace(call, num_kv_heads=num_kv_heads)
+            widths = (1, 8, 512) if num_kv_heads <= 2 else (8,)
+            found += [find_relative(replace(of_rank, num_tokens=t))[0] for t in widths]
+    found += [find_relative(replace(call, num_tokens=t))[0] for call in (NANO, NANO_RING)
+              for t in (1, 512)]  # fmt: skip
+    return [tactic.kernels[0] for tactic in found]
 
 
 def kernels() -> list[KernelLaunch]:
@@ -179,14 +276,30 @@ def kernels() -> list[KernelLaunch]:
     found = [find(call)[0].kernels[0] for call in calls]
     found += [find(replace(call, num_tokens=512))[0].kernels[0] for call in (FULL, wide_ring())]
     found += [find(replace(FULL, num_tokens=9, heads_per_kv=3))[0].kernels[0]]
-    inkling = Call(8, 8, 6, 128, 0, 0, 128**-0.5)
-    ring = replace(inkling, window=1024, ring_rows=1088)
-    return [
-        *found,
-        fast_tactic(SLIDING, Split(8, 1, 1, 8, 2)).kernels[0],
-        relative(inkling, Split(1, 16, 1, 8, 4)),
-        relative(ring, Split(8, 1, 1, 8, 4)),
+    return [*found, fast_tactic(SLIDING, Split(8, 1, 1, 8, 2)).kernels[0], *relative_kernels()]
+
+
+@pytest.mark.parametrize(
+    "call", [replace(INKLING_RING, num_kv_heads=2), replace(INKLING, num_tokens=100), NANO]
+)
+def test_relative_kernels_read_weights_and_older_keys_before_the_wait(call: Call) -> None:
+    """Without a window the wait is in a loop, which branches alone do not tell."""
+    pytest.importorskip(
+        "cuda.bindings.nvrtc", reason="NVRTC through cuda.bindings is not installed"
+    )
+    from ptx import compile_ptx, touched_before_wait
+
+    (kernel, *_) = find_relative(call)[0].kernels
+    names = [
+        param.argument
+        if isinstance(param, Pointer)
+        else getattr(param, "name", type(param).__name__)
+        for param in kernel.params
     ]
+    early = touched_before_wait(compile_ptx(kernel.source, kernel.defines), kernel.entry)
+    allowed = {"position", "num_tokens", "slot", "bank", "k_cache", "v_cache", "error"}
+    assert {names[number] for number in early} <= allowed
+    assert ("bank" in {names[number] for number in early}) == (kernel.entry == "relative_attention")
 
 
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda k: f"{k.entry}-{k.grid}-{k.smem_bytes}")

@@ -13,6 +13,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -196,9 +197,10 @@ struct Stacks {
 };
 // A cluster at a time; `together`: all of them at once, for kernels whose blocks wait for each
 // other.
-inline void launch(unsigned blocks, unsigned threads, unsigned cluster_size, size_t smem_bytes,
+inline void launch(Index grid, unsigned threads, unsigned cluster_size, size_t smem_bytes,
                    int order, bool together) {
-  grid_size = {blocks, 1, 1};
+  grid_size = grid;
+  const unsigned blocks = grid.x * grid.y * grid.z;
   const unsigned at_once = together ? blocks : cluster_size;
   Stacks stacks(threads * at_once);
   for (unsigned first = 0; first < blocks; first += at_once) {
@@ -209,7 +211,8 @@ inline void launch(unsigned blocks, unsigned threads, unsigned cluster_size, siz
       if (b % cluster_size == 0) clusters.push_back(std::make_unique<Cluster>());
       Cluster& cluster = *clusters.back();
       auto block = std::make_unique<Block>();
-      block->index = {first + b, 0, 0};
+      const unsigned number = first + b;
+      block->index = {number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y};
       block->cluster = &cluster;
       block->warps.resize((threads + 31) / 32);
       block->alive = threads;

@@ -154,6 +154,9 @@ static inline void copy_async_wait() {
 static inline unsigned char* dynamic_smem() {
   return emu::current->block->smem;
 }
+static inline u32 smem_address(const void* p) {
+  return (u32)((const u8*)p - emu::current->block->smem);
+}
 
 static inline void pdl_wait() {
   emu::Cluster* c = emu::current->block->cluster;

@@ -68,8 +68,8 @@ class Emulator:
         # Blocks of such a kernel wait for each other.
         scratch = {param.name for param in kernel.params if isinstance(param, Scratch)}
         library.emu_run(
-            kernel.grid[0], kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
-            int(self.reverse), int(bool(scratch & {"exchange", "arrivals"})), pointers,
+            *kernel.grid, kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
+            int(self.reverse), int(bool(scratch & {"exchange", "arrivals", "partials"})), pointers,
         )  # fmt: skip
 
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
@@ -90,13 +90,18 @@ class Emulator:
             path = self.folder / f"{kernel.entry}-{name}.so"
             if not path.exists():
                 assert COMPILER is not None
-                shared = "struct Shared {" in kernel.source.read_text().split("extern")[0]
+                # Static shared memory is no matter of the launch.
+                shared = kernel.smem_bytes > 0 and (
+                    "struct Shared {" in kernel.source.read_text().split("extern")[0]
+                )
+                sm90 = kernel.source.name == "attention.cu"
                 command = [
                     COMPILER, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared",
                     "-fPIC",
                     "-include", str(_HERE / "cuda_on_cpu.h"), f"-I{kernel.source.parent}",
                     f"-I{_PLUGINS}", f"-DKERNEL={kernel.entry}", f'-DSOURCE="{kernel.source.name}"',
-                    *defines, *(["-DHAS_SHARED"] if shared else []), str(_HERE / "run.cpp"),
+                    *defines, *(["-DHAS_SHARED"] if shared else []),
+                    *(["-DHAS_SM90", f"-I{_HERE}"] if sm90 else []), str(_HERE / "run.cpp"),
                     "-o", str(path),
                 ]  # fmt: skip
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
