@@ -92,11 +92,10 @@ def mxfp8_arguments(
     exponent, and exponents differ by up to 3.
     """
     *rows, width = shape
-    codes = torch.randint(0x7F, shape, generator=generator)
+    codes = torch.randint(mxfp8.NO_NUMBER, shape, generator=generator)
     codes += 0x80 * torch.randint(2, shape, generator=generator)
     codes = codes.to(torch.uint8)
-    # Uniform codes have a standard deviation of 115.
-    exponent = mxfp8.BIAS + round(math.log2(scale / 115))
+    exponent = mxfp8.BIAS + round(math.log2(scale / mxfp8.CODE_RMS))
     exponents = exponent + torch.randint(-2, 2, (*rows, width // mxfp8.BLOCK), generator=generator)
     codes.view(-1)[: mxfp8.BLOCK] = 0
     exponents.view(-1)[0] = 0

@@ -19,6 +19,10 @@ from inkrt.plugins.shapes import Axes
 
 BLOCK = 32
 BIAS = 127
+# The code, without its sign, that is no number.
+NO_NUMBER = 0x7F
+# Root mean square of uniform codes.
+CODE_RMS = 100.0
 
 
 def dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:

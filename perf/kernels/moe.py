@@ -88,9 +88,9 @@ class Layer:
         counts = []
         for x in self.x:
             scores = x[:num_tokens].float() @ self.routers[0].T
-            chosen = torch.topk(scores, TOP_K, dim=-1).indices.unique()
+            chosen = set(torch.topk(scores, TOP_K, dim=-1).indices.flatten().tolist())
             first = RANK * self.dims.own_experts if self.dims.own_experts < EXPERTS else 0
-            counts.append(int(((chosen >= first) & (chosen < first + self.dims.own_experts)).sum()))
+            counts.append(len(chosen & set(range(first, first + self.dims.own_experts))))
         return sum(counts) / len(counts)
 
     def times(self, num_tokens: int) -> tuple[float, float, float]:
@@ -144,7 +144,7 @@ def main() -> None:
     cubin(args.cubins, distinct[0])  # imports cuda.core, which threads must not do at once
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda kernel: cubin(args.cubins, kernel), distinct[1:]))
-    print("format tp split   T  experts    MB |  moe us  floor |  router  floor | experts  floor")
+    _say("format tp split   T  experts    MB |  moe us  floor |  router  floor | experts  floor")
     router_floor = EXPERTS * HIDDEN * 4 / BYTES_PER_US
     for dims in ranks:
         layer = Layer(gpu, dims)
@@ -155,14 +155,18 @@ def main() -> None:
             size = chosen * dims.expert_bytes
             both, router, experts = layer.times(num_tokens)
             floor = size / BYTES_PER_US
-            print(
-                f"{dims.kind:6} {tp_size:2} {split:7} {num_tokens} {chosen:8.1f} {size / 1e6:5.0f} |"
-                f" {both:7.1f} {floor + router_floor:6.1f} | {router:7.2f} {router_floor:6.2f} |"
-                f" {experts:7.1f} {floor:6.1f}",
-                flush=True,
+            _say(
+                f"{dims.kind:6} {tp_size:2} {split:7} {num_tokens} {chosen:8.1f} {size / 1e6:5.0f}"
+                f" | {both:7.1f} {floor + router_floor:6.1f} | {router:7.2f} {router_floor:6.2f} |"
+                f" {experts:7.1f} {floor:6.1f}"
             )
         del layer
         torch.cuda.empty_cache()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

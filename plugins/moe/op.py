@@ -51,6 +51,11 @@ def fake(
     )  # fmt: skip
 
 
+_KERNEL_WIDTHS: tuple[tuple[WeightForm, int], ...] = (
+    ("dtype", 48), ("nvfp4", 144), ("mxfp8", 96),
+)  # fmt: skip
+
+
 def cases() -> list[Case]:
     """Odd sizes, one expert of many, all experts, and one rank's share of both kinds.
 
@@ -93,7 +98,7 @@ def cases() -> list[Case]:
         *(
             make(f"T{num_rows}_{form}_kernel", num_rows, 320, width, 40, 8, form=form)
             for num_rows in (1, 2, 8, 19)
-            for form, width in (("dtype", 48), ("nvfp4", 144), ("mxfp8", 96))
+            for form, width in _KERNEL_WIDTHS
         ),
         make("T1_like_nano", 1, 256, 64, 8, 2),
         make("T8_like_nano", 8, 256, 64, 8, 2),

@@ -28,7 +28,6 @@ VECTOR_BYTES: dict[Format, int] = {"nvfp4": 576, "bf16": 2048, "mxfp8": 1056}
 # stands in the kernel is at most 2^127.
 MIN_EXPONENT, MAX_EXPONENT = 10, 141
 _EXPONENT_SHIFT = 113
-_NO_CODE = 0x7F
 
 
 def num_vectors(width: int) -> int:
@@ -62,8 +61,9 @@ def pack_nvfp4_vectors(codes: Tensor, scales: Tensor, order: str) -> Tensor:
     extra = -width % CHUNK_K
     chunks = pack_nvfp4(pad(codes, (0, extra // 2)), pad(scales, (0, extra // nvfp4.BLOCK)), order)
     pieces = chunks.view(-1, (width + extra) // CHUNK_K, 4 * VECTOR_BYTES["nvfp4"])
-    of_codes = pieces[..., :2048].unflatten(-1, (4, 512))
-    of_scales = pieces[..., 2048:].unflatten(-1, (32, 4, 2)).transpose(-3, -2).flatten(-2)
+    of_codes = pieces[..., :2048].reshape(*pieces.shape[:2], 4, 512)
+    of_scales = pieces[..., 2048:].reshape(*pieces.shape[:2], 32, 4, 2)
+    of_scales = of_scales.transpose(-3, -2).flatten(-2)
     vectors = torch.cat([of_codes, of_scales], dim=-1).flatten(1, 2)
     return vectors[:, : num_vectors(width)].flatten()
 
@@ -147,11 +147,11 @@ def _check_rows(rows: int) -> None:
 def _checked(codes: Tensor, exponents: Tensor) -> Tensor:
     """Exponents as the kernels want them, of one matrix."""
     magnitude = codes & 0x7F
-    if bool((magnitude == _NO_CODE).any()):
+    if bool((magnitude == mxfp8.NO_NUMBER).any()):
         raise BuildError(
             "packing: an MXFP8 weight is no number (0x7f or 0xff); repair the checkpoint"
         )
-    is_zero = magnitude.unflatten(-1, (-1, mxfp8.BLOCK)).amax(dim=-1) == 0
+    is_zero = magnitude.view(*exponents.shape, mxfp8.BLOCK).amax(dim=-1) == 0
     wanted = torch.where(is_zero, mxfp8.BIAS, exponents.int())
     lowest, highest = int(wanted.min()), int(wanted.max())
     if lowest < MIN_EXPONENT or highest > MAX_EXPONENT:
