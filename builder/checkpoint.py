@@ -25,6 +25,9 @@ INDEX_NAME = "model.safetensors.index.json"
 # By their safetensors codes: of weights, and of token ids.
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 _ID_DTYPES = ("I64", "I32", "BOOL")
+_RAW_DTYPES = ("U8", "F8_E4M3", "F8_E8M0")
+# Beside config.json, where its publisher lists which modules are quantized, and how.
+QUANT_CONFIG_NAME = "hf_quant_config.json"
 
 
 class CheckpointSource(Protocol):
@@ -104,7 +107,7 @@ class Checkpoint:
                 f"checkpoint {folder} is not a folder; name the one with the model's config.json"
             )
         self.folder = folder
-        self.config: Mapping[str, Any] = read_json(folder / "config.json")
+        self.config: Mapping[str, Any] = _read_config(folder)
         self._shards: dict[str, Any] = {}
         self._shard_of: dict[str, str] = {}
         for shard in self._shard_names():
@@ -128,6 +131,8 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Hex sha256 over the config and the name, size and header of every shard."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        if (quant_config := self.folder / QUANT_CONFIG_NAME).exists():
+            digest.update(quant_config.read_bytes())
         for shard in sorted(self._shards):
             path = self.folder / shard
             with path.open("rb") as file:
@@ -173,7 +178,9 @@ class Checkpoint:
         Raises:
             CheckpointError: the tensor is missing, or its shape or dtype is not the expected.
         """
-        if not part.is_ids:
+        if part.is_raw:
+            self._check_raw(part)
+        elif not part.is_ids:
             self.dtype_of(part.name)
         elif (code := self._header_of(part.name).get_dtype()) not in _ID_DTYPES:
             raise CheckpointError(
@@ -181,7 +188,7 @@ class Checkpoint:
                 f"token ids must be {', '.join(_ID_DTYPES)}"
             )
         shape = self._header_of(part.name).get_shape()
-        if tuple(shape) != part.shape:
+        if tuple(shape) != part.shape and not (part.or_scalar and math.prod(shape) == 1):
             raise CheckpointError(
                 f"{self.folder / self._shard_of[part.name]}: tensor {part.name} has shape "
                 f"{shape}, {list(part.shape)} expected from config.json; one of the two belongs "
@@ -196,7 +203,20 @@ class Checkpoint:
         """
         self.check(part)
         tensor: Tensor = self._shards[self._shard_of[part.name]].get_tensor(part.name)
+        if part.is_raw:
+            tensor = tensor.view(torch.uint8)
+        if part.or_scalar and tuple(tensor.shape) != part.shape:
+            return tensor.reshape(1)
         return tensor[part.index]
+
+    def _check_raw(self, part: Part) -> None:
+        code = self._header_of(part.name).get_dtype()
+        if code not in _RAW_DTYPES:
+            raise CheckpointError(
+                f"{self.folder / self._shard_of[part.name]}: tensor {part.name} has dtype {code}, "
+                f"quantized weights and their scales must be {', '.join(_RAW_DTYPES)}; "
+                f"{QUANT_CONFIG_NAME} or config.json belongs to another release of the model"
+            )
 
     def _header_of(self, name: str) -> Any:
         if name not in self._shard_of:
@@ -228,6 +248,18 @@ class Checkpoint:
                     f"{self.folder / shard} has no tensor {name}, which {INDEX_NAME} promises; "
                     f"download the shard again"
                 )
+
+
+def _read_config(folder: Path) -> "Mapping[str, Any]":
+    """config.json, with what hf_quant_config.json says as its quantization_config."""
+    config = read_json(folder / "config.json")
+    path = folder / QUANT_CONFIG_NAME
+    if "quantization_config" in config or not path.exists():
+        return config
+    quantization = read_json(path).get("quantization")
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{path} has no object 'quantization'; download it again")
+    return {**config, "quantization_config": {"quant_method": "modelopt", **quantization}}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,12 +6,14 @@ near uniform, so a full-size engine can be timed without a checkpoint.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from inkrt.builder.pack import PackedTensor
+from inkrt.plugins import mxfp8
 
 # A small tensor (a router, norms) is its own template; of a large one this much is made.
 _WHOLE_BYTES = 8 * 2**20
@@ -86,7 +88,9 @@ def _cut(tensor: PackedTensor, num_rows: int | None) -> tuple[int, ...]:
 
 
 def _values(tensor: PackedTensor, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Rows of about unit norm. The parts of an NVFP4 matrix are known by dtype and name."""
+    """Rows of about unit norm. The parts of a quantized matrix are known by dtype and name."""
+    if tensor.name.endswith((".e4m3", ".exponents")):
+        return _mxfp8_values(tensor.name, shape, generator)
     if tensor.dtype == torch.uint8 and tensor.name.endswith(".scales"):
         # One e4m3 scale for 16 columns, and its neighbors up and down.
         value = torch.tensor((16 * shape[-1]) ** -0.5 / _CODE_RMS).to(torch.float8_e4m3fn)
@@ -103,3 +107,13 @@ def _values(tensor: PackedTensor, shape: tuple[int, ...], generator: torch.Gener
     # Norms and biases are near one.
     values = 1 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5
     return values.to(tensor.dtype)
+
+
+def _mxfp8_values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Codes, all but those of no number, or exponents, one and its neighbors up and down."""
+    if name.endswith(".e4m3"):
+        codes = torch.randint(mxfp8.NO_NUMBER, shape, generator=generator)
+        return (codes + 0x80 * torch.randint(2, shape, generator=generator)).to(torch.uint8)
+    width = mxfp8.BLOCK * shape[-1]
+    exponent = mxfp8.BIAS + round(math.log2(width**-0.5 / mxfp8.CODE_RMS))
+    return (exponent + torch.randint(-1, 2, shape, generator=generator)).to(torch.uint8)

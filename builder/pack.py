@@ -125,6 +125,8 @@ def read_weight(tensor: PackedTensor, checkpoint: CheckpointSource, source: Weig
     if source.is_one_of_equals:
         _require_equal(checkpoint, source, pieces)
         pieces = pieces[:1]
+    if source.is_quotient:
+        pieces = [pieces[0].float() / pieces[1].float()]
     value = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=source.dim)
     if source.pad:
         value = torch.cat([value, value.new_zeros(source.pad, *value.shape[1:])])

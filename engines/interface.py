@@ -113,12 +113,16 @@ class Part:
         shape: the whole tensor's shape, checked before reading.
         index: one slice per dimension; steps are allowed.
         is_ids: whether it holds integers or truth values, as no weight does.
+        is_raw: whether it holds bits of an 8-bit format, which are read as uint8.
+        or_scalar: whether a tensor of one value may stand there instead of one of this shape.
     """
 
     name: str
     shape: tuple[int, ...]
     index: tuple[slice, ...]
     is_ids: bool = False
+    is_raw: bool = False
+    or_scalar: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +134,14 @@ class WeightSource:
         dim: see parts.
         pad: zero rows appended along dimension 0 (uneven vocabulary shards).
         is_one_of_equals: the parts hold the same values, which is checked, and one is taken.
+        is_quotient: the first part divided by the second, in float32.
     """
 
     parts: tuple[Part, ...]
     dim: int = 0
     pad: int = 0
     is_one_of_equals: bool = False
+    is_quotient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,12 @@
 Everything is drawn from the generator a case is given, so a case has the same values everywhere.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from inkrt.plugins import mxfp8
 from inkrt.plugins.nvfp4 import BLOCK, MAX_SCALE
 from inkrt.plugins.registry import Arguments
 
@@ -74,3 +77,26 @@ def weight_arguments(
         f"{prefix}scales": scales.to(torch.uint8),
         f"{prefix}global_scale": (0.75 + torch.rand(stack, generator=generator)) * (scale / 4.5),
     }
+
+
+def mxfp8_arguments(
+    name: str,
+    generator: torch.Generator,
+    dtype: torch.dtype,  # noqa: ARG001 (as of `weight_arguments`)
+    *shape: int,
+    scale: float,
+) -> Arguments:
+    """An MXFP8 weight as operators take it (see `plugins.mxfp8`), of standard deviation `scale`.
+
+    All codes but those of no number are equally likely; one block is zero, under the smallest
+    exponent, and exponents differ by up to 3.
+    """
+    *rows, width = shape
+    codes = torch.randint(mxfp8.NO_NUMBER, shape, generator=generator)
+    codes += 0x80 * torch.randint(2, shape, generator=generator)
+    codes = codes.to(torch.uint8)
+    exponent = mxfp8.BIAS + round(math.log2(scale / mxfp8.CODE_RMS))
+    exponents = exponent + torch.randint(-2, 2, (*rows, width // mxfp8.BLOCK), generator=generator)
+    codes.view(-1)[: mxfp8.BLOCK] = 0
+    exponents.view(-1)[0] = 0
+    return {name: codes, f"{name}_scales": exponents.to(torch.uint8), f"{name}_global_scale": None}

@@ -24,8 +24,11 @@ def fuse_moe(graph: StepGraph) -> StepGraph:
                 "x": experts["x"],
                 "router_weight": router["weight"],
                 "router_bias": router["bias"],
-                "gate_up": experts["gate_up"],
-                "down": experts["down"],
+                **{
+                    f"{name}{part}": experts[f"{name}{part}"]
+                    for name in ("gate_up", "down")
+                    for part in ("", "_scales", "_global_scale")
+                },
                 "rank": experts["rank"],
                 "top_k": router["top_k"],
                 "route_scale": router["scale"],

@@ -4,9 +4,10 @@ Source: the published key names and defaults of `inkling2` / `inkling2_text`. Ea
 values that this definition does not implement are rejected by name.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from inkrt.engines.interface import DraftTarget, Sharding
 from inkrt.engines.reader import ConfigReader
@@ -21,6 +22,14 @@ _ALIASES = {
     "moe_intermediate_size": "intermediate_size",
     "route_scale": "routed_scaling_factor",
 }
+
+
+ExpertForm = Literal["plain", "nvfp4", "mxfp8"]
+# By what a quantization_config calls them.
+_EXPERT_FORMS: dict[str, ExpertForm] = {"NVFP4": "nvfp4", "MXFP8": "mxfp8"}
+_EXPERTS_OF_LAYER = re.compile(r"layers\.(\d+)\.mlp\.experts\b")
+# Columns that share a scale.
+SCALE_BLOCK = {"nvfp4": 16, "mxfp8": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class Inkling2Config:
     final_logit_softcapping: float
     eos_token_ids: tuple[int, ...]
     dtype: str | None
+    expert_forms: tuple[ExpertForm, ...]
 
     def attention(self, layer: int) -> AttentionShape:
         """Heads of layer `layer`."""
@@ -91,6 +101,14 @@ class Inkling2Config:
                     f"tp size {tp_size} does not divide {name} = {size} of this model; "
                     f"choose a tp size that does"
                 )
+        share = self.moe_intermediate_size // (1 if is_by_expert else tp_size)
+        for form in sorted(set(self.expert_forms) - {"plain"}):
+            if share % SCALE_BLOCK[form]:
+                raise ConfigError(
+                    f"tp size {tp_size} gives ranks {share} units of every expert, which is no "
+                    f"multiple of the {SCALE_BLOCK[form]} that share a scale in {form}; choose a "
+                    f"smaller tp size or split whole experts"
+                )
 
 
 def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
@@ -108,16 +126,8 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
     read.require("hidden_act", "silu")
     read.require("number_of_conv_states", 4)
     ConfigReader(values, "inkling2").require("tie_word_embeddings", False)
-    if (
-        quantization := values.get("quantization_config") or text.get("quantization_config")
-    ) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        raise ConfigError(
-            f"config.json: quantization_config with quant_method {method!r} is not supported; "
-            f"this version reads BF16 and FP32 weights of inkling2"
-        )
-
     num_layers = read.integer("num_hidden_layers", 48)
+    quantization = values.get("quantization_config") or text.get("quantization_config")
     window = read.integer("sliding_window_size", 1024)
     full = AttentionShape(
         read.integer("num_attention_heads", 48),
@@ -165,6 +175,7 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
         final_logit_softcapping=read.number("final_logit_softcapping", 30.0),
         eos_token_ids=read.token_ids("eos_token_id", 200006),
         dtype=ConfigReader(values, "inkling2").dtype() or read.dtype(),
+        expert_forms=_expert_forms(quantization, num_layers),
     )
     if config.unpadded_vocab_size > config.vocab_size:
         raise ConfigError(
@@ -207,3 +218,51 @@ def _layer_kinds(layer_types: Any, num_layers: int) -> tuple[bool, ...]:
                 f"only 'hybrid' and 'hybrid_sliding'"
             )
     return tuple(kind == "hybrid_sliding" for kind in layer_types)
+
+
+def _expert_forms(quantization: Any, num_layers: int) -> tuple[ExpertForm, ...]:
+    """The form of every layer's experts by a quantization_config, or by None.
+
+    Its `quant_algo` is that of all layers, or MIXED_PRECISION: then `quantized_layers` maps names
+    of modules to objects with a `quant_algo` each.
+    """
+    forms: list[ExpertForm] = ["plain"] * num_layers
+    if quantization is None:
+        return tuple(forms)
+    is_object = isinstance(quantization, Mapping)
+    method = quantization.get("quant_method") if is_object else None
+    if method != "modelopt":
+        raise ConfigError(
+            f"config.json: quantization_config with quant_method {method!r} is not supported; "
+            f"this version reads BF16 and FP32 weights of inkling2, and of quant_method 'modelopt' "
+            f"NVFP4 and MXFP8 experts"
+        )
+    algorithm = quantization.get("quant_algo")
+    if algorithm != "MIXED_PRECISION":
+        form = _expert_form(algorithm)
+        return (form,) * num_layers
+    modules = quantization.get("quantized_layers")
+    if not isinstance(modules, Mapping):
+        raise ConfigError("config.json: quantized_layers of quantization_config must be an object")
+    for name, entry in modules.items():
+        match = _EXPERTS_OF_LAYER.search(name)
+        if match is None or int(match[1]) >= num_layers:
+            raise ConfigError(
+                f"config.json: quantized module {name!r} is not supported, only the experts of the "
+                f"{num_layers} layers"
+            )
+        form = _expert_form(entry.get("quant_algo") if isinstance(entry, Mapping) else entry)
+        layer = int(match[1])
+        if forms[layer] not in ("plain", form):
+            raise ConfigError(f"config.json: experts of layer {layer} are quantized in two ways")
+        forms[layer] = form
+    return tuple(forms)
+
+
+def _expert_form(algorithm: Any) -> ExpertForm:
+    if algorithm not in _EXPERT_FORMS:
+        raise ConfigError(
+            f"config.json: quant_algo {algorithm!r} is not supported, only "
+            f"{' and '.join(_EXPERT_FORMS)} experts"
+        )
+    return _EXPERT_FORMS[algorithm]

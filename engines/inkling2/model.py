@@ -18,7 +18,7 @@ from inkrt.engines.dspark.config import DSparkConfig, TapPoint
 from inkrt.engines.dspark.model import Drafter, DraftStep
 from inkrt.engines.inkling2.attention import Attention
 from inkrt.engines.inkling2.config import Inkling2Config, draft_target
-from inkrt.engines.inkling2.parts import ShortConv
+from inkrt.engines.inkling2.parts import ShortConv, expert_matrices, operator_parts
 from inkrt.engines.interface import Sharding, StateBuffer, StateOptions, StepInputs
 from inkrt.engines.parts import ink, parameter
 
@@ -29,7 +29,9 @@ MIX_EPS = 1e-6
 class Experts(nn.Module):
     """Sigmoid router with a selection bias and softcapped SwiGLU experts."""
 
-    def __init__(self, config: Inkling2Config, sharding: Sharding, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Inkling2Config, layer: int, sharding: Sharding, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         num_experts, width = config.n_routed_experts, config.moe_intermediate_size
         self.config = config
@@ -39,8 +41,10 @@ class Experts(nn.Module):
             width //= sharding.tp_size
         self.router = parameter(num_experts, config.hidden_size, dtype=torch.float32)
         self.router_bias = parameter(num_experts, dtype=torch.float32)
-        self.gate_up = parameter(num_own, 2 * width, config.hidden_size, dtype=dtype)
-        self.down = parameter(num_own, config.hidden_size, width, dtype=dtype)
+        form = config.expert_forms[layer]
+        hidden = config.hidden_size
+        self.gate_up = expert_matrices(num_own, 2 * width, hidden, dtype=dtype, form=form)
+        self.down = expert_matrices(num_own, hidden, width, dtype=dtype, form=form)
 
     def forward(self, z_TD: Tensor, step: StepInputs) -> Tensor:
         """[T, D] to [T, D]."""
@@ -52,8 +56,8 @@ class Experts(nn.Module):
             z_TD,
             weights_TE,
             experts_TE,
-            self.gate_up,
-            self.down,
+            *operator_parts(self.gate_up),
+            *operator_parts(self.down),
             step.rank if self.is_split_by_expert else None,
             config.mlp_gate_softcap,
             config.mlp_up_softcap,
@@ -115,7 +119,7 @@ class Layer(nn.Module):
         self.attn = Attention(config, layer, sharding.tp_size, dtype, state)
         self.attn_conv = ShortConv(hidden, config.conv_kernel_size, dtype, state)
         self.mlp_input = MixedInput(hidden, 1, eps, dtype, has_mix=True)
-        self.mlp = Experts(config, sharding, dtype)
+        self.mlp = Experts(config, layer, sharding, dtype)
         self.mlp_conv = ShortConv(hidden, config.conv_kernel_size, dtype, state)
 
     def forward(
@@ -183,9 +187,8 @@ class Inkling2(nn.Module):
 
     def row_parallel_weights(self) -> frozenset[str]:
         """Parameters that ranks share along the dimension summed over."""
-        return frozenset(
-            name for name, _ in self.named_parameters() if name.endswith((".attn.wo", ".mlp.down"))
-        )
+        ends = (".attn.wo", ".mlp.down", ".mlp.down.codes", ".mlp.down.e4m3")
+        return frozenset(name for name, _ in self.named_parameters() if name.endswith(ends))
 
     def state_buffers(self) -> list[StateBuffer]:
         """Every state buffer, in module order."""

@@ -1,8 +1,9 @@
-"""Short convolutions, which attention and the layers around it share."""
+"""What attention, experts and the layers around them are made of."""
 
 import torch
 from torch import Tensor, nn
 
+from inkrt.engines.inkling2.config import SCALE_BLOCK, ExpertForm
 from inkrt.engines.interface import StateOptions, StepInputs, ring_tokens
 from inkrt.engines.parts import ink, parameter
 
@@ -11,6 +12,43 @@ def conv_state(channels: int, taps: int, dtype: torch.dtype, state: StateOptions
     """The ring [slots, R, channels] of a convolution's last inputs, on the meta device."""
     shape = (state.num_slots, ring_tokens(taps - 1), channels)
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class ExpertStack(nn.Module):
+    """Quantized matrices of experts, [L, N, K]: `plugins.nvfp4` or `plugins.mxfp8`."""
+
+    def __init__(self, *shape: int, form: ExpertForm) -> None:
+        super().__init__()
+        stack, rows, width = shape
+        self.form = form
+        scales = (stack, rows, width // SCALE_BLOCK[form])
+        if form == "nvfp4":
+            self.codes = parameter(stack, rows, width // 2, dtype=torch.uint8)
+            self.scales = parameter(*scales, dtype=torch.uint8)
+            self.global_scale = parameter(stack, dtype=torch.float32)
+        else:
+            self.e4m3 = parameter(*shape, dtype=torch.uint8)
+            self.exponents = parameter(*scales, dtype=torch.uint8)
+
+
+def expert_matrices(
+    *shape: int, dtype: torch.dtype, form: ExpertForm
+) -> nn.Parameter | ExpertStack:
+    """Matrices of experts [L, N, K], of `dtype` if they are plain."""
+    if form == "plain":
+        return parameter(*shape, dtype=dtype)
+    return ExpertStack(*shape, form=form)
+
+
+def operator_parts(
+    weight: nn.Parameter | ExpertStack,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The three arguments as which `experts` takes matrices."""
+    if isinstance(weight, nn.Parameter):
+        return weight, None, None
+    if weight.form == "nvfp4":
+        return weight.codes, weight.scales, weight.global_scale
+    return weight.e4m3, weight.exponents, None
 
 
 class ShortConv(nn.Module):

@@ -1,8 +1,11 @@
 """Where every parameter of one rank stands in an Inkling-2 checkpoint of either spelling."""
 
-from inkrt.engines.inkling2.config import Inkling2Config
-from inkrt.engines.interface import Sharding, WeightSource
-from inkrt.engines.weight_map import RankMap, Spelling, find_spelling
+from dataclasses import replace
+
+from inkrt.engines.inkling2.config import SCALE_BLOCK, Inkling2Config
+from inkrt.engines.interface import Part, Sharding, WeightSource
+from inkrt.engines.weight_map import RankMap, find_spelling
+from inkrt.errors import CheckpointError
 
 _VISION_ROOTS = ("model.visual.", "model.vision_tower.")
 
@@ -36,20 +39,22 @@ def weight_sources(
     """Map every parameter of `Inkling2` on `rank` to its place in a checkpoint with these tensors.
 
     Raises:
-        CheckpointError: the names follow neither spelling.
+        CheckpointError: the names follow neither spelling, or experts are quantized in another way
+            than the configuration says.
     """
-    return _Map(config, find_spelling(names, "Inkling-2"), rank, sharding).sources()
+    return _Map(config, names, rank, sharding).sources()
 
 
 class _Map(RankMap):
     """Builds the sources of one rank."""
 
     def __init__(
-        self, config: Inkling2Config, spelling: Spelling, rank: int, sharding: Sharding
+        self, config: Inkling2Config, names: frozenset[str], rank: int, sharding: Sharding
     ) -> None:
         super().__init__(rank, sharding)
         self.config = config
-        self.spell = spelling
+        self.names = names
+        self.spell = find_spelling(names, "Inkling-2")
 
     def query(self, layer: int, kind: str) -> str:
         """Mix queries; the publisher numbers attention queries from the second layer on."""
@@ -152,14 +157,60 @@ class _Map(RankMap):
         bias = spell.in_layer(layer, ("mlp.gate.bias", "mlp.gate.e_score_correction_bias"))
         gate_up = spell.in_layer(layer, ("mlp.experts.w13_weight", "mlp.experts.gate_up_proj"))
         down = spell.in_layer(layer, ("mlp.experts.w2_weight", "mlp.experts.down_proj"))
-        return {
+        routing = {
             "mlp.router": self.whole(router, (num_experts, hidden)),
             "mlp.router_bias": self.whole(bias, (num_experts,)),
-            "mlp.gate_up": self.expert_gate_up(
-                gate_up, (num_experts, 2 * width, hidden), is_interleaved=spell.is_publisher
-            ),
-            "mlp.down": self.expert_down(down, (num_experts, hidden, width)),
         }
+        gate_up_shape, down_shape = (num_experts, 2 * width, hidden), (num_experts, hidden, width)
+        form = config.expert_forms[layer]
+        has_amax = f"{gate_up}_amax" in self.names
+        if has_amax != (form == "nvfp4"):
+            there = "NVFP4" if has_amax else "no NVFP4"
+            raise CheckpointError(
+                f"the checkpoint has {there} experts in layer {layer} (by {gate_up}_amax), which "
+                f"config.json and hf_quant_config.json call {form}; take the files of one release"
+            )
+        if form == "plain":
+            return routing | {
+                "mlp.gate_up": self.expert_gate_up(
+                    gate_up, gate_up_shape, is_interleaved=spell.is_publisher
+                ),
+                "mlp.down": self.expert_down(down, down_shape),
+            }
+        if not spell.is_publisher:
+            raise CheckpointError(
+                f"the checkpoint has {form} experts under the names of transformers, which this "
+                f"version reads under the publisher's (model.llm.*) only"
+            )
+        # Columns that an element of each tensor stands for.
+        units = {"codes": 2} if form == "nvfp4" else {"e4m3": 1}
+        units["scales" if form == "nvfp4" else "exponents"] = SCALE_BLOCK[form]
+        sources: dict[str, WeightSource] = {}
+        for name, columns in units.items():
+            suffix = "_scale" if name in ("scales", "exponents") else ""
+            rows, narrow = gate_up_shape[1], hidden // columns
+            sources[f"mlp.gate_up.{name}"] = _raw(
+                self.expert_gate_up(
+                    gate_up + suffix, (num_experts, rows, narrow), is_interleaved=True
+                )
+            )
+            sources[f"mlp.down.{name}"] = _raw(
+                self.expert_down(down + suffix, (num_experts, hidden, width // columns))
+            )
+        if form == "nvfp4":
+            sources["mlp.gate_up.global_scale"] = self.global_scale(gate_up)
+            sources["mlp.down.global_scale"] = self.global_scale(down)
+        return routing | sources
+
+    def global_scale(self, name: str) -> WeightSource:
+        """Amax / denominator of this rank's experts."""
+        num_experts = self.config.n_routed_experts
+        own = self.share(num_experts) if self.is_split_by_expert else slice(None)
+        amax = Part(f"{name}_amax", (num_experts,), (own,))
+        denominator = Part(
+            f"{name}_outer_scale_denominator", (num_experts,), (own,), or_scalar=True
+        )
+        return WeightSource((amax, denominator), is_quotient=True)
 
     def unembed(self) -> WeightSource:
         config, used = self.config, self.config.unpadded_vocab_size
@@ -170,3 +221,8 @@ class _Map(RankMap):
         """A single query is stored as a vector, several as a matrix; ours is always a matrix."""
         hidden = self.config.hidden_size
         return self.whole(name, (hidden,) if count == 1 else (count, hidden))
+
+
+def _raw(source: WeightSource) -> WeightSource:
+    """The same pieces as the bits of an 8-bit format."""
+    return replace(source, parts=tuple(replace(part, is_raw=True) for part in source.parts))

@@ -90,8 +90,8 @@ class Bound:
     late: tuple[Buffer, ...]
 
 
-# Scratch that a tiled kernel writes and a later one of its tactic reads.
-_TILES_LATE = {"angles", "chosen", "items", "lists", "pair_weights", "y", "x0", "x1"}
+# Scratch that a kernel writes and a later one of its tactic reads.
+_TILES_LATE = {"angles", "chosen", "items", "lists", "pair_weights", "scores", "y", "x0", "x1"}
 
 
 def bind(
@@ -129,8 +129,9 @@ def bind(
     for kernel in tactic.kernels:
         values = tuple(value_of(param) for param in kernel.params)
         late = [v for p, v in zip(kernel.params, values, strict=True) if is_late(p)]
-        once = {v.address: v for v in late if isinstance(v, Buffer)}
-        bound.append(Bound(kernel, values, tuple(once.values())))
+        # Once each: parameters that a kernel does not read may name any buffer.
+        distinct = {v.address: v for v in late if isinstance(v, Buffer)}
+        bound.append(Bound(kernel, values, tuple(distinct.values())))
     return bound
 
 

@@ -9,6 +9,10 @@ For each expert e that token t is routed to with weight w:
 
 with cap(v; c) = c tanh(v / c); the sigmoid sees the raw gate. Source: inkling2.md section 5.6.
 
+Weights may be NVFP4 (`plugins.nvfp4`, a global scale for each expert) or MXFP8 (`plugins.mxfp8`).
+Their values without the global scale are those of the products; it multiplies the float32 sums,
+before they are rounded.
+
 With `partial` this is one rank's part of the sum: it stays float32, and the ranks' parts are added
 before they are rounded. Ranks share the experts in one of two ways:
 - with `rank`, each holds whole experts, rank r the L experts from r*L on. Every d is rounded as
@@ -19,12 +23,14 @@ before they are rounded. Ranks share the experts in one of two ways:
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inkrt.plugins.caseutil import int32, normal
+from inkrt.plugins import mxfp8, nvfp4
+from inkrt.plugins.caseutil import int32, mxfp8_arguments, normal, weight_arguments
 from inkrt.plugins.narrow import elementwise_rows, linear_rows
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
@@ -35,7 +41,11 @@ def fake(
     routing_weights: Tensor,
     expert_ids: Tensor,
     gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_global_scale: Tensor | None,
     down: Tensor,
+    down_scales: Tensor | None,
+    down_global_scale: Tensor | None,
     rank: Tensor | None,
     gate_softcap: float,
     up_softcap: float,
@@ -46,14 +56,21 @@ def fake(
     axes.fit("x", x, "T", "D", dtype=MODEL_DTYPES)
     axes.fit("routing_weights", routing_weights, "T", "K", dtype=torch.float32)
     axes.fit("expert_ids", expert_ids, "T", "K", dtype=torch.int32)
-    return fit_expert_weights(axes, x, gate_up, down, rank, gate_softcap, up_softcap, partial)
+    return fit_expert_weights(
+        axes, x, (gate_up, gate_up_scales, gate_up_global_scale),
+        (down, down_scales, down_global_scale), rank, gate_softcap, up_softcap, partial,
+    )  # fmt: skip
+
+
+# A weight as an operator takes it: matrices or codes, scales, global scales.
+Weight = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def fit_expert_weights(
     axes: Axes,
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weight,
+    down: Weight,
     rank: Tensor | None,
     gate_softcap: float,
     up_softcap: float,
@@ -66,8 +83,8 @@ def fit_expert_weights(
     """
     if rank is not None:
         axes.fit("rank", rank, 1, dtype=torch.int32)
-    axes.fit("down", down, "L", "D", "F", dtype=x.dtype)
-    axes.fit("gate_up", gate_up, "L", "2F", "D", dtype=x.dtype)
+    _fit_weight(axes, "down", down, "L", "D", "F", dtype=x.dtype)
+    _fit_weight(axes, "gate_up", gate_up, "L", "2F", "D", dtype=x.dtype)
     axes.require(
         axes["2F"] == 2 * axes["F"],
         f"gate_up has {axes['2F']} rows per expert, expected 2F={2 * axes['F']}",
@@ -77,12 +94,43 @@ def fit_expert_weights(
     return x.new_empty(x.shape, dtype=torch.float32 if partial else x.dtype)
 
 
+def _fit_weight(axes: Axes, name: str, weight: Weight, *letters: str, dtype: torch.dtype) -> None:
+    """Check a weight of any of the three forms; `letters` as for `nvfp4.fit_weight`."""
+    codes, scales, global_scale = weight
+    if scales is not None and global_scale is None:
+        mxfp8.fit_weight(axes, name, codes, scales, *letters)
+    else:
+        nvfp4.fit_weight(axes, name, codes, scales, global_scale, *letters, dtype=dtype)
+
+
+WeightForm = Literal["dtype", "nvfp4", "mxfp8"]
+
+
+def expert_arguments(
+    generator: torch.Generator, dtype: torch.dtype, num_experts: int, width: int, num_hidden: int,
+    form: WeightForm,
+) -> Arguments:  # fmt: skip
+    """gate_up and down of `num_experts` experts, for cases."""
+    arguments: Arguments = {}
+    for name, rows, columns in (("gate_up", 2 * num_hidden, width), ("down", width, num_hidden)):
+        make = mxfp8_arguments if form == "mxfp8" else weight_arguments
+        options = {} if form == "mxfp8" else {"quantized": form == "nvfp4"}
+        arguments |= make(
+            name, generator, dtype, num_experts, rows, columns, scale=columns**-0.5, **options
+        )
+    return arguments
+
+
 def cases() -> list[Case]:
-    """Odd sizes, caps that bite, experts nobody is routed to, one rank's share of both kinds."""
+    """Odd sizes, caps that bite, experts nobody is routed to, one rank's share of both kinds.
+
+    All three forms of weights.
+    """
 
     def make(
         name: str, num_rows: int, width: int, num_hidden: int, num_experts: int, top_k: int,
         *, scale: float = 1.0, partial: bool = False, rank: int | None = None, num_ranks: int = 1,
+        form: WeightForm = "dtype",
     ) -> Case:  # fmt: skip
         def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
             share = num_experts // num_ranks
@@ -91,10 +139,7 @@ def cases() -> list[Case]:
                 "x": normal(generator, dtype, num_rows, width, scale=scale),
                 "routing_weights": torch.rand(num_rows, top_k, generator=generator) * 2,
                 "expert_ids": shuffled[:, :top_k].to(torch.int32),
-                "gate_up": normal(
-                    generator, dtype, share, 2 * num_hidden, width, scale=width**-0.5
-                ),
-                "down": normal(generator, dtype, share, width, num_hidden, scale=num_hidden**-0.5),
+                **expert_arguments(generator, dtype, share, width, num_hidden, form),
                 "rank": None if rank is None else int32(rank),
                 "gate_softcap": 4.0,
                 "up_softcap": 25.0,
@@ -114,7 +159,12 @@ def cases() -> list[Case]:
         make("T13_partial", 13, 40, 11, 6, 2, partial=True),
         make("T5_rank_of_3", 5, 40, 11, 6, 4, partial=True, rank=2, num_ranks=3),
         make("T13_first_of_2", 13, 40, 11, 6, 2, partial=True, rank=0, num_ranks=2),
-    ]
+        make("T4_nvfp4", 4, 48, 32, 7, 3, form="nvfp4"),
+        make("T9_nvfp4_partial", 9, 32, 16, 6, 2, partial=True, form="nvfp4"),
+        make("T2_mxfp8", 2, 64, 32, 5, 2, form="mxfp8"),
+        make("T9_mxfp8_rank_of_2", 9, 32, 64, 6, 3, partial=True, rank=1, num_ranks=2,
+             form="mxfp8"),
+    ]  # fmt: skip
 
 
 @operator("experts", fake=fake, cases=cases)
@@ -123,7 +173,11 @@ def experts(
     routing_weights: Tensor,
     expert_ids: Tensor,
     gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_global_scale: Tensor | None,
     down: Tensor,
+    down_scales: Tensor | None,
+    down_global_scale: Tensor | None,
     rank: Tensor | None,
     gate_softcap: float,
     up_softcap: float,
@@ -135,8 +189,12 @@ def experts(
         x: [T, D] float32 or bfloat16.
         routing_weights: float32 [T, K].
         expert_ids: int32 [T, K], different within a row.
-        gate_up: x's dtype [L, 2 * F, D], the gate's F rows first.
-        down: x's dtype [L, D, F].
+        gate_up: x's dtype [L, 2 * F, D], the gate's F rows first; or codes.
+        gate_up_scales: uint8 or None, see `plugins.nvfp4` and `plugins.mxfp8`.
+        gate_up_global_scale: float32 [L] of NVFP4, else None; gate and up of an expert share one.
+        down: x's dtype [L, D, F], or codes.
+        down_scales: see gate_up_scales.
+        down_global_scale: see gate_up_global_scale.
         rank: int32 [1] if the weights are the L experts of this rank, else None (L is all).
         gate_softcap: cap of the gate's linear factor.
         up_softcap: cap of the up-projection.
@@ -155,9 +213,22 @@ def experts(
     tokens = pairs // expert_ids.shape[1]
     total = torch.zeros(x.shape, dtype=torch.float32)
 
+    def multiply(rows: Tensor, weight: Weight, expert: int, dtype: torch.dtype) -> Tensor:
+        """A product with one expert's matrix, rounded to `dtype` at the end."""
+        codes, scales, global_scale = (None if w is None else w[expert] for w in weight)
+        assert codes is not None
+        if scales is None:
+            return linear(rows.to(dtype), codes.to(dtype))
+        if global_scale is None:
+            return linear(rows.to(dtype), mxfp8.dequantize(codes, scales, dtype))
+        values = nvfp4.dequantize(codes, scales, torch.float32)
+        return (linear(rows.float(), values) * global_scale).to(dtype)
+
     # Tokens in ascending order: the matrix product sees its rows as the reference model's does.
+    gate_ups = (gate_up, gate_up_scales, gate_up_global_scale)
     hidden = [
-        linear(x[t], gate_up[e]) for e, t in zip(own, torch.split(tokens, counts), strict=True)
+        multiply(x[t], gate_ups, e, x.dtype)
+        for e, t in zip(own, torch.split(tokens, counts), strict=True)
     ]
     if is_narrow and own:
         # All experts at once.
@@ -165,10 +236,9 @@ def experts(
         gated = list(torch.split(together, counts))
     else:
         gated = [_gated(_whole, both, gate_softcap, up_softcap) for both in hidden]
-    if is_slice:
-        outputs = [linear(a.float(), down[e].float()) for e, a in zip(own, gated, strict=True)]
-    else:
-        outputs = [linear(a, down[e]) for e, a in zip(own, gated, strict=True)]
+    downs = (down, down_scales, down_global_scale)
+    dtype = torch.float32 if is_slice else x.dtype
+    outputs = [multiply(a, downs, e, dtype) for e, a in zip(own, gated, strict=True)]
     if own:
         weights = routing_weights.flatten()[pairs, None]
         # One after the other, so a token's experts by ascending id.

@@ -26,11 +26,14 @@ def e4m3(byte: np.ndarray) -> np.ndarray:
 
 
 def matrix(weight: Tensor, scales: Tensor | None, global_scale: Tensor | None) -> Tensor:
-    """A weight of either form in float64, with its global scale."""
+    """A weight of any form in float64, with its global scale."""
     if scales is None:
         assert global_scale is None
         return weight
     codes, bytes_ = weight.numpy(), scales.numpy()
+    if global_scale is None:  # MXFP8
+        values = e4m3(codes & 0x7F) * np.where(codes & 0x80, -1, 1)
+        return torch.from_numpy(values * 2.0 ** (np.repeat(bytes_, 32, axis=-1) - 127.0))
     values = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]))
     values[..., 0::2] = e2m1(codes % 16)
     values[..., 1::2] = e2m1(codes // 16)

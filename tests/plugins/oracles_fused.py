@@ -40,12 +40,18 @@ def experts(
     routing_weights: Tensor,
     expert_ids: Tensor,
     gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_global_scale: Tensor | None,
     down: Tensor,
+    down_scales: Tensor | None,
+    down_global_scale: Tensor | None,
     rank: Tensor | None,
     gate_softcap: float,
     up_softcap: float,
     partial: bool,
 ) -> Result:
+    gate_up = matrix(gate_up, gate_up_scales, gate_up_global_scale)
+    down = matrix(down, down_scales, down_global_scale)
     num_own, _, num_hidden = down.shape
     first = 0 if rank is None else int(rank) * num_own
     out = torch.zeros_like(x)
@@ -65,7 +71,11 @@ def moe(
     router_weight: Tensor,
     router_bias: Tensor,
     gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_global_scale: Tensor | None,
     down: Tensor,
+    down_scales: Tensor | None,
+    down_global_scale: Tensor | None,
     rank: Tensor | None,
     top_k: int,
     route_scale: float,
@@ -74,7 +84,10 @@ def moe(
     partial: bool,
 ) -> Result:
     (weights, ids), _ = router(x, router_weight, router_bias, top_k, route_scale)
-    return experts(x, weights, ids, gate_up, down, rank, gate_softcap, up_softcap, partial)
+    return experts(
+        x, weights, ids, gate_up, gate_up_scales, gate_up_global_scale, down, down_scales,
+        down_global_scale, rank, gate_softcap, up_softcap, partial,
+    )  # fmt: skip
 
 
 def all_reduce(x: Tensor, dtype: torch.dtype, tp_size: int) -> Result:

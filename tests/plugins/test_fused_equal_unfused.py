@@ -20,11 +20,14 @@ OPS: dict[str, Callable[..., Any]] = {name: plugin.op for name, plugin in plugin
 
 
 def _moe(
-    x, router_weight, router_bias, gate_up, down, rank, top_k, route_scale, gate_softcap,
-    up_softcap, partial,
+    x, router_weight, router_bias, gate_up, gate_up_scales, gate_up_global_scale, down,
+    down_scales, down_global_scale, rank, top_k, route_scale, gate_softcap, up_softcap, partial,
 ):  # fmt: skip
     weights, ids = OPS["router"](x, router_weight, router_bias, top_k, route_scale)
-    return OPS["experts"](x, weights, ids, gate_up, down, rank, gate_softcap, up_softcap, partial)
+    return OPS["experts"](
+        x, weights, ids, gate_up, gate_up_scales, gate_up_global_scale, down, down_scales,
+        down_global_scale, rank, gate_softcap, up_softcap, partial,
+    )  # fmt: skip
 
 
 def _project(x, weight, scales, global_scale, partial):
@@ -196,7 +199,11 @@ def test_sharded_experts_add_up_to_the_whole(
         "router_weight": normal(generator, torch.float32, num_experts, width, scale=0.2),
         "router_bias": normal(generator, torch.float32, num_experts, scale=0.1),
         "gate_up": normal(generator, dtype, num_experts, 2 * num_hidden, width, scale=0.2),
+        "gate_up_scales": None,
+        "gate_up_global_scale": None,
         "down": normal(generator, dtype, num_experts, width, num_hidden, scale=0.2),
+        "down_scales": None,
+        "down_global_scale": None,
         "rank": None,
         "top_k": 3,
         "route_scale": 8.0,

@@ -1,6 +1,7 @@
 """In steps of at most eight tokens a row has the same bits whatever the number of rows."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inkrt.plugins.caseutil import int32, normal, shuffled_pages
+from inkrt.plugins.experts.op import WeightForm, expert_arguments
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, plugins
 from inkrt.plugins.sample.op import sampling_arguments
 
@@ -31,7 +33,11 @@ def _router(dtype: torch.dtype, g: torch.Generator) -> Setup:
 def _expert_weights(dtype: torch.dtype, g: torch.Generator) -> Arguments:
     return {
         "gate_up": normal(g, dtype, 5, 2 * 71, 203, scale=0.1),
+        "gate_up_scales": None,
+        "gate_up_global_scale": None,
         "down": normal(g, dtype, 5, 203, 71, scale=0.1),
+        "down_scales": None,
+        "down_global_scale": None,
         "rank": None,
         "gate_softcap": 4.0,
         "up_softcap": 25.0,
@@ -49,6 +55,12 @@ def _experts(dtype: torch.dtype, g: torch.Generator, *, partial: bool = False) -
 
 def _experts_partial(dtype: torch.dtype, g: torch.Generator) -> Setup:
     return _experts(dtype, g, partial=True)
+
+
+def _experts_quantized(form: WeightForm, dtype: torch.dtype, g: torch.Generator) -> Setup:
+    fixed, rows, outputs = _experts(dtype, g)
+    rows["x"] = normal(g, dtype, ROWS, 96)
+    return {**fixed, **expert_arguments(g, dtype, 5, 96, 64, form)}, rows, outputs
 
 
 def _moe(dtype: torch.dtype, g: torch.Generator) -> Setup:
@@ -170,6 +182,8 @@ SETUPS: dict[str, Callable[[torch.dtype, torch.Generator], Setup]] = {
     "router": _router,
     "experts": _experts,
     "experts/partial": _experts_partial,
+    "experts/nvfp4": partial(_experts_quantized, "nvfp4"),
+    "experts/mxfp8": partial(_experts_quantized, "mxfp8"),
     "moe": _moe,
     "softcap": _softcap,
     "all_reduce": _all_reduce,

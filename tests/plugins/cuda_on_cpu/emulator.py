@@ -76,8 +76,7 @@ class Emulator:
         """The compiled kernel."""
         defines = [f"-D{name}={value}" for name, value in kernel.defines]
         sources = [
-            *_PLUGINS.glob("*.cuh"),
-            *_PLUGINS.glob("*/*.cu*"),
+            *_PLUGINS.glob("**/*.cu*"),
             *_HERE.glob("*.cpp"),
             *_HERE.glob("*.h"),
         ]

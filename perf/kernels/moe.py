@@ -1,0 +1,173 @@
+"""Times of the kernels of `moe` at the sizes of Inkling-2, each beside its floor. Needs an H200.
+
+    python perf/kernels/moe.py [--formats nvfp4 mxfp8 bf16] [--tokens 1 2 4 8] [--tp 4 2]
+
+A line is a graph of launches with programmatic edges, each on other tokens, so that experts come
+from device memory; router weights rotate. Floors are the bytes of the experts that these tokens
+chose over 4.55 TB/s.
+"""
+
+import argparse
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from w4a16_backend import Buffer, bind
+from w4a16_gpu import Gpu, cubin, time_graph
+
+from inkrt.plugins.moe.packing import VECTOR_BYTES, Format, num_bytes
+from inkrt.plugins.moe.tactics import MoeDims, moe
+from inkrt.plugins.tactic import Tactic
+
+HIDDEN, WIDTH, EXPERTS, TOP_K = 4608, 2304, 384, 8
+LAUNCHES = 16
+BYTES_PER_US = 4.55e6
+RANK = 1
+
+
+def dims_of(kind: Format, split: str, tp_size: int) -> MoeDims:
+    """Sizes of one rank."""
+    by_width = split == "width"
+    return MoeDims(
+        hidden=HIDDEN,
+        width=WIDTH // tp_size if by_width else WIDTH,
+        experts=EXPERTS,
+        own_experts=EXPERTS if by_width else EXPERTS // tp_size,
+        top_k=TOP_K,
+        kind=kind,
+    )
+
+
+def tactic_of(dims: MoeDims, num_tokens: int) -> Tactic:
+    """The operator's tactic for a rank's part."""
+    return moe(
+        dims,
+        num_tokens,
+        route_scale=8.0,
+        gate_cap=4.0,
+        up_cap=25.0,
+        is_partial=True,
+        has_rank=dims.own_experts < dims.experts,
+    )
+
+
+class Layer:
+    """Weights of one rank's experts, routers and inputs of every launch."""
+
+    def __init__(self, gpu: Gpu, dims: MoeDims) -> None:
+        torch.manual_seed(1)
+        self.gpu, self.dims = gpu, dims
+        self.x = [torch.randn(8, HIDDEN, device="cuda").bfloat16() for _ in range(LAUNCHES)]
+        weight = torch.randn(EXPERTS, HIDDEN, device="cuda") * HIDDEN**-0.5
+        self.routers = [weight.clone() for _ in range(LAUNCHES)]
+        own, kind = dims.own_experts, dims.kind
+        self.weights = {
+            "gate_up": self._random(num_bytes(kind, own, 2 * dims.width, HIDDEN)),
+            "down": self._random(num_bytes(kind, own, HIDDEN, dims.width)),
+            "gate_up_global_scale": gpu.buffer(torch.full((own,), 0.004, device="cuda")),
+            "down_global_scale": gpu.buffer(torch.full((own,), 0.004, device="cuda")),
+            "router_bias": gpu.buffer(torch.zeros(EXPERTS, device="cuda")),
+            "rank": gpu.buffer(torch.tensor([RANK], dtype=torch.int32, device="cuda")),
+        }
+
+    def _random(self, size: int) -> Buffer:
+        data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+        vectors = data.view(-1, VECTOR_BYTES[self.dims.kind])
+        if self.dims.kind == "nvfp4":  # scales in [0.5, 2)
+            vectors[:, 512:].bitwise_and_(0x0F).add_(0xA8)
+        elif self.dims.kind == "mxfp8":  # values of some 0.01
+            vectors[:, 1024:].bitwise_and_(1).add_(226)
+        else:  # bits of values in +-[2^-7, 1)
+            data.view(-1, 2)[:, 1] = (data.view(-1, 2)[:, 1] & 0x83) | 0x3C
+        return self.gpu.buffer(data)
+
+    def distinct(self, num_tokens: int) -> float:
+        """This rank's experts that a launch reads, in the mean."""
+        counts = []
+        for x in self.x:
+            scores = x[:num_tokens].float() @ self.routers[0].T
+            chosen = set(torch.topk(scores, TOP_K, dim=-1).indices.flatten().tolist())
+            first = RANK * self.dims.own_experts if self.dims.own_experts < EXPERTS else 0
+            counts.append(len(chosen & set(range(first, first + self.dims.own_experts))))
+        return sum(counts) / len(counts)
+
+    def times(self, num_tokens: int) -> tuple[float, float, float]:
+        """Microseconds of a launch of both kernels, of the router and of the experts."""
+        tactic = tactic_of(self.dims, num_tokens)
+        out = self.gpu.buffer(torch.empty(8, HIDDEN, device="cuda"))
+        common: dict[str, Buffer] = {}
+        router, experts = [], []
+        for number in range(LAUNCHES):
+            arguments = {
+                **self.weights,
+                "x": self.gpu.buffer(self.x[number]),
+                "router_weight": self.gpu.buffer(self.routers[number]),
+            }
+            scratch = {name: buffer for name, buffer in common.items() if name != "scores"}
+            bound = bind(self.gpu, tactic, arguments, [out], scratch)
+            common = scratch
+            first, second = (self.gpu.prepare(b.kernel, b.values) for b in bound)
+            router.append(first)
+            experts.append(second)
+        for launch in router:
+            launch()
+
+        def time(launches: list) -> float:  # type: ignore[type-arg]
+            def body() -> None:
+                for launch in launches:
+                    launch()
+
+            return time_graph(body, replays=20) / LAUNCHES
+
+        both = [launch for pair in zip(router, experts, strict=True) for launch in pair]
+        result = time(both), time(router), time(experts)
+        if self.gpu.download(common["error"]).any():
+            sys.exit("a kernel gave up waiting")
+        return result
+
+
+def main() -> None:
+    """Print a line for every format, split and width."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp8", "bf16"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--tp", nargs="+", type=int, default=[4, 2])
+    parser.add_argument("--splits", nargs="+", default=["width", "experts"])
+    parser.add_argument("--cubins", type=Path, default=Path("/tmp/ink-cubins"))
+    args = parser.parse_args()
+    gpu = Gpu(args.cubins)
+    ranks = [dims_of(k, s, tp) for k in args.formats for tp in args.tp for s in args.splits]
+    kernels = [kernel for d in ranks for t in args.tokens for kernel in tactic_of(d, t).kernels]
+    distinct = list({(k.source, k.defines): replace(k) for k in kernels}.values())
+    cubin(args.cubins, distinct[0])  # imports cuda.core, which threads must not do at once
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda kernel: cubin(args.cubins, kernel), distinct[1:]))
+    _say("format tp split   T  experts    MB |  moe us  floor |  router  floor | experts  floor")
+    router_floor = EXPERTS * HIDDEN * 4 / BYTES_PER_US
+    for dims in ranks:
+        layer = Layer(gpu, dims)
+        split = "width" if dims.own_experts == EXPERTS else "experts"
+        tp_size = WIDTH // dims.width if split == "width" else EXPERTS // dims.own_experts
+        for num_tokens in args.tokens:
+            chosen = layer.distinct(num_tokens)
+            size = chosen * dims.expert_bytes
+            both, router, experts = layer.times(num_tokens)
+            floor = size / BYTES_PER_US
+            _say(
+                f"{dims.kind:6} {tp_size:2} {split:7} {num_tokens} {chosen:8.1f} {size / 1e6:5.0f}"
+                f" | {both:7.1f} {floor + router_floor:6.1f} | {router:7.2f} {router_floor:6.2f} |"
+                f" {experts:7.1f} {floor:6.1f}"
+            )
+        del layer
+        torch.cuda.empty_cache()
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""How `moe` runs on a GPU: router.cu, then experts.cu for every eight tokens."""
+
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from inkrt.errors import BuildError
+from inkrt.plugins.moe.packing import VECTOR_BYTES, VECTOR_K, Format, num_vectors, packing
+from inkrt.plugins.tactic import (
+    GPU_TARGETS,
+    CallArgs,
+    InputPointer,
+    Int32,
+    KernelLaunch,
+    Output,
+    Param,
+    Pointer,
+    Scratch,
+    Tactic,
+    number_arg,
+    tensor_arg,
+)
+from inkrt.plugins.w4a16.shapes import MAX_SMEM, MAX_TOKENS, MULTIPROCESSORS, struct_bytes
+
+_FOLDER = Path(__file__).parent
+_FORMATS: dict[Format, int] = {"nvfp4": 0, "bf16": 1, "mxfp8": 2}
+
+WARPS = 24
+SLICE_VECTORS, PART_VECTORS = 3, 9  # as in experts.cu
+# Vectors of a stage: what gives about two kilobytes or one vector.
+STAGE_VECTORS: dict[Format, int] = {"nvfp4": 3, "bf16": 1, "mxfp8": 1}
+MOST_STAGES = 8
+# Activations of all experts up to this size stand in shared memory in the second part.
+MOST_HIDDEN_BYTES = 80 * 1024
+MOST_ROUTER_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MoeDims:
+    """Sizes of a mixture of experts on one rank.
+
+    Attributes:
+        hidden: D, a multiple of 64 up to 4608.
+        width: F, of an expert on this rank, a multiple of 16 (MXFP8: 32).
+        experts: E, at most 512.
+        own_experts: L, experts of this rank.
+        top_k: at most 8.
+        kind: of weights.
+    """
+
+    hidden: int
+    width: int
+    experts: int
+    own_experts: int
+    top_k: int
+    kind: Format
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights on this rank, padding included."""
+        vectors = self.width // 8 * num_vectors(self.hidden)
+        vectors += self.hidden // 16 * num_vectors(self.width)
+        return vectors * VECTOR_BYTES[self.kind]
+
+    def distinct(self, num_tokens: int) -> float:
+        """Expected number of this rank's experts that a step reads, of independent choices."""
+        return self.own_experts * (1 - (1 - self.top_k / self.experts) ** num_tokens)
+
+
+def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
+    """The kernels for bf16 activations."""
+    x = tensor_arg(args, "x")
+    if target not in GPU_TARGETS or x.dtype != torch.bfloat16:
+        return []
+    num_tokens, hidden = x.shape
+    own_experts, double_width, _ = tensor_arg(args, "gate_up").shape
+    kind: Format = "nvfp4"
+    if args["gate_up_scales"] is None:
+        kind = "bf16"
+    elif args["gate_up_global_scale"] is None:
+        kind = "mxfp8"
+    dims = MoeDims(
+        hidden=hidden,
+        width=double_width // 2,
+        experts=tensor_arg(args, "router_weight").shape[0],
+        own_experts=own_experts,
+        top_k=int(number_arg(args, "top_k")),
+        kind=kind,
+    )
+    return [
+        moe(
+            dims,
+            num_tokens,
+            route_scale=number_arg(args, "route_scale"),
+            gate_cap=number_arg(args, "gate_softcap"),
+            up_cap=number_arg(args, "up_softcap"),
+            is_partial=bool(args["partial"]),
+            has_rank=args["rank"] is not None,
+        )
+    ]
+
+
+def moe(
+    dims: MoeDims, num_tokens: int, *, route_scale: float, gate_cap: float, up_cap: float,
+    is_partial: bool, has_rank: bool,
+) -> Tactic:  # fmt: skip
+    """Router and experts; parameters are the arguments of the operator `moe`.
+
+    Args:
+        dims: sizes.
+        num_tokens: T; up to 8 run in one launch of the experts, more in one for every 8, of which
+            those behind the step's `num_tokens` end at once.
+        route_scale: see the operator, as the following.
+        gate_cap: gate_softcap.
+        up_cap: up_softcap.
+        is_partial: the result is this rank's part, float32.
+        has_rank: whether the rank holds whole experts.
+
+    Raises:
+        BuildError: sizes that the kernels do not take.
+    """
+    _check(dims)
+    is_chunk = num_tokens > MAX_TOKENS
+    rows = min(num_tokens, MAX_TOKENS)
+    one_token = int(num_tokens == 1)
+    scores = Scratch("scores", num_tokens * dims.experts * 4)
+    router_rows = min(-(-dims.experts // MULTIPROCESSORS), MOST_ROUTER_ROWS)
+    router_blocks = -(-dims.experts // router_rows)
+    router = KernelLaunch(
+        source=_FOLDER / "router.cu",
+        entry="moe_router",
+        defines=(
+            ("HIDDEN", dims.hidden), ("EXPERTS", dims.experts), ("ROWS", router_rows),
+            ("BLOCKS", router_blocks), ("NUM_THREADS", router_threads(dims.hidden)),
+            ("ONE_TOKEN", one_token), ("TRIGGER", 0),
+        ),
+        grid=(router_blocks * -(-num_tokens // MAX_TOKENS), 1, 1),
+        block=(router_threads(dims.hidden), 1, 1),
+        params=(Pointer("x"), Pointer("router_weight"), scores, Int32(num_tokens)),
+        smem_bytes=router_threads(dims.hidden) * 4,
+    )  # fmt: skip
+    blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
+    is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
+    stages = next(
+        (n for n in range(MOST_STAGES, 1, -1) if experts_bytes(dims, rows, n, blocks) <= MAX_SMEM),
+        0,
+    )
+    _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
+    is_nvfp4 = dims.kind == "nvfp4"
+    common: tuple[Param, ...] = (
+        Pointer("x"),
+        scores,
+        Pointer("router_bias"),
+        Pointer("rank") if has_rank else Pointer("x"),
+        Pointer("gate_up"),
+        Pointer("gate_up_global_scale" if is_nvfp4 else "x"),
+        Pointer("down"),
+        Pointer("down_global_scale" if is_nvfp4 else "x"),
+        Scratch("hidden", rows * dims.top_k * dims.width * 2),
+        Output(0),
+        Scratch("arrivals", 8, fill=0),
+        Scratch("error", 4, fill=0),
+        *((InputPointer("num_tokens"),) if is_chunk else ()),
+        Int32(num_tokens),
+    )
+    defines: tuple[tuple[str, int | float | str], ...] = (
+        ("FORMAT", _FORMATS[dims.kind]), ("HIDDEN", dims.hidden), ("WIDTH", dims.width),
+        ("EXPERTS", dims.experts), ("OWN_EXPERTS", dims.own_experts), ("TOP_K", dims.top_k),
+        ("ONE_TOKEN", one_token), ("TOKENS", rows), ("WARPS", WARPS), ("BLOCKS", blocks),
+        ("STAGES", stages), ("STAGE_VECTORS", STAGE_VECTORS[dims.kind]),
+        ("HIDDEN_SHARED", int(is_shared)), ("HAS_RANK", int(has_rank)),
+        ("IS_PARTIAL", int(is_partial)), ("IS_SLICE", int(is_partial and not has_rank)),
+        ("IS_CHUNK", int(is_chunk)), ("ROUTE_SCALE", f"{route_scale}f"),
+        ("GATE_CAP", f"{gate_cap}f"), ("UP_CAP", f"{up_cap}f"), ("TRIGGER", 1),
+    )  # fmt: skip
+    experts = [
+        KernelLaunch(
+            source=_FOLDER / "experts.cu",
+            entry="moe_experts",
+            defines=defines,
+            grid=(blocks, 1, 1),
+            block=(WARPS * 32, 1, 1),
+            params=(*common, Int32(first)),
+            smem_bytes=experts_bytes(dims, rows, stages, blocks),
+        )
+        for first in range(0, num_tokens, MAX_TOKENS)
+    ]
+    router_bytes = dims.experts * dims.hidden * 4
+    out_bytes = 4 if is_partial else 2
+    return Tactic(
+        name="moe",
+        kernels=(router, *experts),
+        bytes=ceil(dims.distinct(num_tokens) * dims.expert_bytes)
+        + router_bytes
+        + num_tokens * dims.hidden * (2 + out_bytes),
+        flops=2 * num_tokens * dims.hidden
+        * (dims.experts + 3 * dims.top_k * dims.own_experts * dims.width // dims.experts),
+        packings=(
+            packing(dims.kind, "gate_up", "gate_up_scales", "gated"),
+            packing(dims.kind, "down", "down_scales", "plain"),
+        ),
+    )  # fmt: skip
+
+
+def router_threads(hidden: int) -> int:
+    """Threads of a block of router.cu: up to three pieces of four values for each."""
+    pieces = -(-hidden // 4)
+    return min(-(-pieces // 96) * 32, 384)
+
+
+def hidden_bytes(dims: MoeDims, rows: int) -> int:
+    """Activations of all experts that `rows` tokens choose, in padded rows."""
+    return rows * dims.top_k * (num_vectors(dims.width) * VECTOR_K + 8) * 2
+
+
+def experts_bytes(dims: MoeDims, rows: int, stages: int, blocks: int) -> int:
+    """`Shared` of experts.cu."""
+    columns = 1 if rows == 1 else MAX_TOKENS
+    turns = 8 if rows == 1 else 1
+    slots = MAX_TOKENS * dims.top_k
+    words = -(-dims.own_experts // 32)
+    parts = -(-num_vectors(dims.width) // PART_VECTORS)
+    row_tiles = -(-(dims.hidden // 16) // blocks)
+    partial = row_tiles * columns * dims.top_k * parts * 64
+    in_shared = hidden_bytes(dims, rows)
+    is_shared = in_shared <= MOST_HIDDEN_BYTES
+    z = columns * (dims.hidden + 8) * 2
+    sums = 2 * turns * WARPS * 64 * columns
+    route = struct_bytes(
+        (3 * slots * 4, 4), (words * 4, 4), (4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
+        (MAX_TOKENS, 1),
+    )  # fmt: skip
+    stage = STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
+    return struct_bytes(
+        (WARPS * stages * stage, 128),
+        (max(z, in_shared if is_shared else partial), 16),
+        (max(sums, partial if is_shared else 0), 16),
+        (route, 4),
+        (WARPS * stages * 8, 8),
+    )
+
+
+def _check(dims: MoeDims) -> None:
+    most = WARPS * SLICE_VECTORS * VECTOR_K
+    _require(
+        dims.hidden % VECTOR_K == 0 and dims.hidden <= most,
+        f"hidden size {dims.hidden}, expected a multiple of {VECTOR_K} up to {most}",
+    )
+    unit = 32 if dims.kind == "mxfp8" else 16
+    _require(
+        dims.width % unit == 0,
+        f"{dims.width} units of an expert on a rank, expected a multiple of {unit}",
+    )
+    _require(dims.experts <= 512, f"{dims.experts} experts, expected at most 512")
+    _require(dims.top_k <= 8, f"top_k={dims.top_k}, expected at most 8")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise BuildError(f"moe: {message}; build for another tp size or for the target cpu")

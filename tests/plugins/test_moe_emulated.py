@@ -1,0 +1,60 @@
+"""The kernels of `moe` on the CPU, thread by thread, against the operator's reference."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "perf/kernels"), str(Path(__file__).parent / "cuda_on_cpu")]
+
+from emulator import COMPILER, Emulator  # noqa: E402
+from moe_checks import MOE, arguments_of, cases, error, rows_of, run_on, tactics_of  # noqa: E402
+
+from inkrt.plugins.moe import tactics  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU"),
+    pytest.mark.slow,
+]
+
+# Thousands of columns take too long here.
+CASES = {name: case for name, case in cases().items() if "wide" not in name}
+# Blocks: few, so that each has several tiles and row tiles.
+FEW = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_near_the_reference(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tactics, "MULTIPROCESSORS", FEW)
+    arguments = arguments_of(CASES[name])
+    expected = MOE.op(**arguments)
+    emulator = Emulator(folder, reverse=len(name) % 2 == 1)
+    for tactic in tactics_of(arguments):
+        got = run_on(emulator, tactic, arguments, times=2)
+        assert error(got, expected) < CASES[name].rtol[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "name", ["T8_nvfp4_kernel", "T8_mxfp8_kernel", "T7_nvfp4_slice", "T5_nvfp4_rank_of_4"]
+)
+def test_bits_depend_on_neither_the_width_nor_blocks(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tactics, "MULTIPROCESSORS", FEW)
+    arguments = arguments_of(CASES[name])
+    num_rows = len(arguments["x"])
+    (tactic,) = tactics_of(arguments)
+    together = run_on(Emulator(folder), tactic, arguments)
+    for number, (first, last) in enumerate([(0, 1), (1, 3), (num_rows - 1, num_rows)]):
+        monkeypatch.setattr(tactics, "MULTIPROCESSORS", 1 + 3 * number)
+        some = rows_of(arguments, first, last)
+        (tactic,) = tactics_of(some)
+        got = run_on(Emulator(folder, reverse=True), tactic, some)
+        assert torch.equal(got, together[first:last])
