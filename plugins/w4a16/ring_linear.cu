@@ -8,7 +8,8 @@
 //
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
 // neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides a
-// warp's), STAGES; and what becomes of a product:
+// warp's), STAGES, AHEAD (stages behind them that the L2 is asked for before the wait); and what
+// becomes of a product:
 //   RESULT 0  y bf16    RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
 //             cap tanh(. / cap); and the block's largest and its lowest row, per token, for `sample`
@@ -100,15 +101,20 @@ struct Stream {
   int slot = 0;  // that is used next
   u32 parity = 0;
 
-  INK_DEVICE void request(int to) {
-    if (tile >= NUM_TILES) return;
+  INK_DEVICE const u8* next() {  // null: no more
+    if (tile >= NUM_TILES) return nullptr;
     if (part == 0) source = place_of(pointers, tile).weights + warp * NV * CODE_BYTES;
-    if (lane == 0) {
-      mbar_expect(bars + to, STAGE_BYTES);
-      load_weights(ring + to * STAGE_BYTES, source, STAGE_BYTES, bars + to);
-    }
+    const u8* stage = source;
     source += STAGE_BYTES;
     if (++part == PARTS) part = 0, tile += gridDim.x;
+    return stage;
+  }
+  INK_DEVICE void request(int to) {
+    const u8* from = next();
+    if (from && lane == 0) {
+      mbar_expect(bars + to, STAGE_BYTES);
+      load_weights(ring + to * STAGE_BYTES, from, STAGE_BYTES, bars + to);
+    }
   }
   INK_DEVICE void start() {
     if (lane == 0)
@@ -116,6 +122,16 @@ struct Stream {
       for (int s = 0; s < STAGES; s++) mbar_init(bars + s, 1);
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) request(s);
+    if (AHEAD > 0) {
+      const int first_tile = tile, first_part = part;
+      const u8* const first_source = source;
+#pragma unroll 1
+      for (int s = 0; s < AHEAD; s++) {
+        const u8* from = next();
+        if (from && lane == 0) bulk_prefetch(from, STAGE_BYTES);
+      }
+      tile = first_tile, part = first_part, source = first_source;
+    }
     __syncwarp();  // all lanes see the barriers
   }
   INK_DEVICE void multiply_stage(Tile& sum, const Tokens* b, int* error) {

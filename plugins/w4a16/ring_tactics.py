@@ -6,7 +6,7 @@ Packings are those of the other w4a16 kernels. Steps of more than 8 tokens take 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inkrt.plugins.tactic import Float32, InputPointer, Int32, KernelLaunch, Param, Scratch, Tactic
 from inkrt.plugins.w4a16 import tile_tactics
@@ -80,17 +80,24 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How a block streams; the macros of ring_linear.cu. Only `stages` is a choice.
+    """How a block streams; the macros of ring_linear.cu. Only `stages` and `ahead` are choices.
 
     Attributes:
         warps: of a block; they split K evenly.
         vectors: of a stage.
         stages: of a warp's ring.
+        ahead: stages behind those that the L2 is asked for before the wait.
     """
 
     warps: int
     vectors: int
     stages: int
+    ahead: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of a tactic."""
+        return f"{self.stages}_{self.ahead}" if self.ahead else str(self.stages)
 
     @property
     def num_bytes(self) -> int:
@@ -132,9 +139,13 @@ def rings(width: int, tiles: int) -> list[Ring]:
     # A short list of tiles needs no long ring.
     most = -(-tiles // MULTIPROCESSORS) * share // vectors
     stage = warps * vectors * _VECTOR_BYTES
-    return list(
-        dict.fromkeys(Ring(warps, vectors, min(most, size // stage)) for size in _RING_BYTES)
-    )
+    found = [Ring(warps, vectors, min(most, size // stage)) for size in _RING_BYTES]
+    longest = found[0]
+    rest = min(most - longest.stages, longest.stages)
+    # In a long list the first stages matter little.
+    if rest > 0 and most <= 4 * longest.stages:
+        found.insert(1, replace(longest, ahead=rest))
+    return list(dict.fromkeys(found))
 
 
 def linear_group(num_tokens: int, group: Group, *, weight: str) -> list[Tactic]:
@@ -153,7 +164,7 @@ def linear_group(num_tokens: int, group: Group, *, weight: str) -> list[Tactic]:
     check_tokens("ring_linear", num_tokens)
     return [
         _tactic(
-            f"ring_{ring.stages}",
+            f"ring_{ring.name}",
             num_tokens,
             group,
             (_kernel(num_tokens, group.sorted(), ring, [("RESULT", int(group.is_float))]),),
@@ -195,7 +206,7 @@ def lm_head_sample(
     best = candidates(num_tokens, blocks)
     return [
         _tactic(
-            f"ring_head_{ring.stages}",
+            f"ring_head_{ring.name}",
             num_tokens,
             group,
             (_kernel(num_tokens, group, ring, macros, cap=cap, best=best), last),
@@ -230,7 +241,7 @@ def _kernel(
             ("MATRICES", len(group.rows)), ("ROWS", _listed(group.rows)),
             ("INPUTS", len(group.inputs)), ("INPUT_OF", _listed(group.input_of)),
             ("DIM_K", group.width), ("NUM_WARPS", ring.warps), ("STAGE_VECTORS", ring.vectors),
-            ("STAGES", ring.stages), *macros, *variant(_DIMS, num_tokens),
+            ("STAGES", ring.stages), ("AHEAD", ring.ahead), *macros, *variant(_DIMS, num_tokens),
         ],
         blocks=min(group.tiles, MULTIPROCESSORS),
         threads=32 * ring.warps,

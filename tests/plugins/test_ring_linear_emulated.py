@@ -106,7 +106,7 @@ def test_groups(
     folder: Path, width: int, rows: tuple[int, ...], input_of: tuple[int, ...], reverse: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Blocks of several tiles, rings shorter and longer than a tile; T = 1, 3, 8."""
+    """Blocks of several tiles, rings shorter and longer than a tile, stages ahead; T = 1, 3, 8."""
     monkeypatch.setattr(ring_tactics, "MULTIPROCESSORS", 2)
     stage = replace(ring_tactics.rings(width, 1)[0], stages=1).num_bytes
     monkeypatch.setattr(ring_tactics, "_RING_BYTES", (2 * stage, stage))
@@ -121,8 +121,9 @@ def test_groups(
         for got, expected in zip(group.run(emulator, tactic), wide, strict=True):
             assert torch.equal(got[:count], expected[:count]), (tactic.name, count)
             assert (got[count:] == -1).all()
-    for got, expected in zip(group.run(emulator, others[-1]), wide, strict=True):
-        assert torch.equal(got, expected)
+    for tactic in others:
+        for got, expected in zip(group.run(emulator, tactic), wide, strict=True):
+            assert torch.equal(got, expected), tactic.name
 
 
 @pytest.mark.parametrize("width", [256, 1280])
