@@ -1,6 +1,6 @@
-// out = OUT(sum over ranks of x), float32 x of NUM_TOKENS rows of WIDTH values: each thread sends its
-// quads of values to all ranks, then waits for those of the others. Every rank adds in rank order, so
-// all hold the same bits. IS_WIDE: of the rows only num_tokens are there.
+// out = OUT(sum over ranks of x), float32 x of NUM_TOKENS rows of WIDTH values: each thread sends
+// its quads of values to all ranks, then waits for those of the others. Every rank adds in rank
+// order, so all hold the same bits. IS_WIDE: of the rows only num_tokens are there.
 #include "all_reduce/lamport.cuh"
 
 constexpr u32 ROW_QUADS = WIDTH / 4;

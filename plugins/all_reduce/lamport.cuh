@@ -2,21 +2,22 @@
 // and whoever reads waits for the words themselves.
 //
 // A word of an inbox is EMPTY until its sender has written it, a bit pattern that no arithmetic
-// yields; a sender replaces it by another NaN. So there is no flag, no fence and no second trip over
-// the link. An inbox has three buffers, which launches use in turn, with a slot for every rank:
+// yields; a sender replaces it by another NaN. So there is no flag, no fence and no second trip
+// over the link. An inbox has three buffers, which launches use in turn, with a slot for every
+// rank:
 //
 //   launch i   fills and reads buffer i % 3, empties buffer (i - 1) % 3, which launch i + 2 fills
 //
 // That is safe without any further word between ranks. A rank empties what launch i - 1 read after
-// that launch has ended. It sends its part of launch i + 1 after launch i has ended, and another rank
-// starts launch i + 2 after its launch i + 1 has ended, which waits for that part. With two buffers
-// it would fill in launch i + 1 what may not be emptied yet. tests/plugins/test_lamport.py runs all
-// orders of small examples.
+// that launch has ended. It sends its part of launch i + 1 after launch i has ended, and another
+// rank starts launch i + 2 after its launch i + 1 has ended, which waits for that part. With two
+// buffers it would fill in launch i + 1 what may not be emptied yet. tests/plugins/test_lamport.py
+// runs all orders of small examples.
 //
-// Every launch of the engine takes part, with any size: `turn` holds the number of the buffer and how
-// many bytes of every slot the launch before has filled. Sizes must be the same on all ranks. Each
-// block has a turn of its own, which no other reads, so none has to wait for the others to have read
-// it; those of blocks that a launch does not have, its blocks share among them.
+// Every launch of the engine takes part, with any size: `turn` holds the number of the buffer and
+// how many bytes of every slot the launch before has filled. Sizes must be the same on all ranks.
+// Each block has a turn of its own, which no other reads, so none has to wait for the others to
+// have read it; those of blocks that a launch does not have, its blocks share among them.
 #ifndef INK_LAMPORT_CUH
 #define INK_LAMPORT_CUH
 #include "all_reduce/peer.cuh"
@@ -70,8 +71,8 @@ struct Exchange {
     for (int r = 0; r < RANKS; r++) inbox[r] = peers->inbox[r];
     own_inbox = peers->inbox[rank];
   }
-  // Behind pdl_wait(), by all threads that send, receive or clear. It asks for what `ready` waits for,
-  // so in between a thread should ask for what it will send.
+  // Behind pdl_wait(), by all threads that send, receive or clear. It asks for what `ready` waits
+  // for, so in between a thread should ask for what it will send.
   INK_DEVICE void begin() {
     const uint2 now = load_act8(turns + blockIdx.x);
     code = load_act4(error);
@@ -80,7 +81,8 @@ struct Exchange {
   }
   INK_DEVICE void ready() {
     limit = code ? 0 : PEER_SPIN_LIMIT;
-    // What a rank sends after a failure is worth nothing, and its peers must know before they see it.
+    // What a rank sends after a failure is worth nothing, and its peers must know before they see
+    // it.
     if (code) fail(code >> 16 ? code : code | (rank + 1) << 16);
   }
   INK_DEVICE u8* place(u8* inbox, u32 which, u32 from, u64 offset) const {

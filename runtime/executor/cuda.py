@@ -82,6 +82,7 @@ class CudaExecutor:
             self._threads.run(lambda index: self.ranks[index].prepare(self._mailboxes()))
         except BaseException:
             for rank in opened.values():
+                rank.enter()
                 rank.memory.close()
             self._threads.close()
             raise
@@ -184,8 +185,10 @@ class CudaExecutor:
     def close(self) -> None:
         """Release all memory."""
         if self.memory.base:
-            self.on_ranks(lambda rank: rank.close())
-            self._threads.close()
+            try:
+                self.on_ranks(lambda rank: rank.close())
+            finally:
+                self._threads.close()
 
     def _open(
         self, opened: dict[int, CudaRank], folder: Path, config: EngineConfig, numbers: list[int]

@@ -100,9 +100,9 @@ def enable_peer_access(driver: Any, check: Any, contexts: Sequence[Any]) -> None
         check: turns a driver result into its values or raises.
         contexts: of all ranks.
     """
-    own = int(check(driver.cuCtxGetCurrent()))
+    own = check(driver.cuCtxGetCurrent())
     for context in contexts:
-        if int(context) == own:
+        if context == own:
             continue
         result = driver.cuCtxEnablePeerAccess(context, 0)
         if result[0] != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:

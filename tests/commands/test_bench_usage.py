@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -15,8 +16,10 @@ from inkrt.builder.tune import Candidate
 from inkrt.commands import bench, bench_ops
 from inkrt.commands.bench_ops import Bench
 from inkrt.errors import ConfigError, DeviceError
+from inkrt.runtime.engine import Engine
 from inkrt.runtime.engine_file import EngineConfig, StepSpec
 from inkrt.runtime.executor import StepInput, cuda_timing
+from inkrt.runtime.executor.cuda import CudaExecutor
 
 
 @pytest.mark.parametrize(
@@ -157,3 +160,32 @@ def test_a_step_that_does_not_fit_ends_nothing(
     assert result.exit_code == 0, result.output
     assert "prefill500 at 50 left out: the engine has 512 positions" in result.stderr
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == [{"step": "verify2"}]
+
+
+def test_figures_of_a_slice_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that is made for it has as many ranks."""
+    made: list[tuple[Path, int]] = []
+
+    def folder(path: Path, num_ranks: int) -> contextlib.AbstractContextManager[Path]:
+        made.append((path, num_ranks))
+        return contextlib.nullcontext(path)
+
+    def open_slice(
+        path: Path, rank_slice: str | None
+    ) -> contextlib.AbstractContextManager[SimpleNamespace]:
+        executor = object.__new__(CudaExecutor)
+        executor.fill_state = lambda value: made.append((path, value))  # type: ignore[method-assign]
+        executor.rank_slice = rank_slice  # type: ignore[assignment]
+        return contextlib.nullcontext(SimpleNamespace(executor=executor, config=CONFIG))
+
+    monkeypatch.setattr(bench_ops, "engine_folder", folder)
+    monkeypatch.setattr(Engine, "open", open_slice)
+    with bench._open(Path("E"), "1/4") as (executor, _):
+        assert executor.rank_slice == "1/4"
+    assert made == [(Path("E"), 4), (Path("E"), 0x3C)]
+    told = capsys.readouterr().out
+    assert told.startswith("rank slice 1/4, collectives looped back: times of one of 4 ranks")
+    with bench._open(Path("E"), None):
+        assert capsys.readouterr().out == ""

@@ -127,7 +127,7 @@ def test_summary(engine: Path) -> None:
         "            262 KiB state, 2,560 B scratch",
         "plugins     embedding v1, norm v2",
         "checkpoint  0123456789abcdef",
-        "format      ink-engine 4, inkrt 0.1.0",
+        f"format      ink-engine {engine_file.FORMAT_VERSION}, inkrt 0.1.0",
         "rebuild     ink-build CHECKPOINT -o ENGINE --tp-size 2",
         "",
         "step     tokens  launches  bytes moved  scratch",
