@@ -15,7 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from inkrt.engines.tiny import drafter as tiny_drafter
-from inkrt.engines.tiny import flint, flint_gguf, inkling, inkling2, tokenizer
+from inkrt.engines.tiny import (
+    flint,
+    flint_gguf,
+    inkling,
+    inkling2,
+    inkling2_quantized,
+    tokenizer,
+)
 from inkrt.engines.tiny.drafter import TinyDrafter
 from inkrt.errors import ConfigError
 
@@ -59,6 +66,13 @@ def flint_model(sizes: flint.Sizes) -> TinyModel:
 MODELS = {
     "inkling2": TinyModel(
         inkling2.config, inkling2.tensors, inkling2.to_transformers, tokenizer.INKLING, None
+    ),
+    "inkling2-quantized": TinyModel(
+        inkling2_quantized.config,
+        inkling2_quantized.tensors,
+        inkling2_quantized.to_transformers,
+        tokenizer.INKLING,
+        None,
     ),
     "inkling": TinyModel(
         inkling.config, inkling.tensors, inkling.to_transformers, tokenizer.INKLING, None
@@ -131,6 +145,7 @@ def write_checkpoint(
         values = dict(definition.tensors(seed, DTYPES[dtype]))
         if layout == "transformers":
             values = definition.to_transformers(values)
+            config.pop("quantization_config", None)  # there are values only
         if drafter is not None:
             own_config, own = tiny_drafter.build(drafter, config, values, seed)
             if drafter.layout == "embedded":

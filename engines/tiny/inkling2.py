@@ -13,6 +13,7 @@ bfloat16 can tell rounding from mistakes.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor
 from inkrt.engines.tiny import tokenizer
 from inkrt.engines.tiny.random_tensor import RandomTensor, draw
 
-HIDDEN = 60
 NUM_LAYERS = 14
 BLOCK_LAYERS = 6  # residual blocks; also the distance of the full-attention layers
 NUM_HEADS = 12
@@ -32,8 +32,23 @@ REL_DIM = 4
 REL_EXTENT = 37
 CONV_TAPS = 4
 NUM_EXPERTS = 12
-EXPERT_WIDTH = 20
 PADDED_VOCAB = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What differs between the tiny models.
+
+    Attributes:
+        hidden: width of the residual stream.
+        expert_width: units of an expert.
+    """
+
+    hidden: int
+    expert_width: int
+
+
+TINY = Sizes(hidden=60, expert_width=20)
 
 VISION_HIDDEN = 24
 VISION_WIDTH = 40
@@ -88,11 +103,12 @@ _RENAMES = (
 )
 
 
-def config(dtype: str) -> dict[str, Any]:
+def config(dtype: str, sizes: Sizes = TINY) -> dict[str, Any]:
     """The content of `config.json`.
 
     Args:
         dtype: main dtype, "bfloat16" or "float32".
+        sizes: of the model.
     """
     ids = tokenizer.special_ids()
     return {
@@ -106,7 +122,7 @@ def config(dtype: str) -> dict[str, Any]:
             "dtype": dtype,
             "vocab_size": PADDED_VOCAB,
             "unpadded_vocab_size": tokenizer.VOCAB_SIZE,
-            "hidden_size": HIDDEN,
+            "hidden_size": sizes.hidden,
             "num_hidden_layers": NUM_LAYERS,
             "layer_types": [
                 "hybrid" if is_full(i) else "hybrid_sliding" for i in range(NUM_LAYERS)
@@ -129,7 +145,7 @@ def config(dtype: str) -> dict[str, Any]:
             "number_of_conv_states": 4,
             "n_routed_experts": NUM_EXPERTS,
             "num_experts_per_tok": 3,
-            "moe_intermediate_size": EXPERT_WIDTH,
+            "moe_intermediate_size": sizes.expert_width,
             "route_scale": 2.0,
             "scoring_func": "sigmoid",
             "hidden_act": "silu",
@@ -160,7 +176,7 @@ def config(dtype: str) -> dict[str, Any]:
             "posemb_grid_size": VISION_GRID,
             "projection_hidden_dim": VISION_PROJECTION,
             "projector_bias": False,
-            "text_hidden_size": HIDDEN,
+            "text_hidden_size": sizes.hidden,
             "hidden_act": "gelu",
             "layer_norm_eps": 1e-5,
             "layer_scale_init_value": 0.1,
@@ -176,31 +192,34 @@ def is_full(layer: int) -> bool:
     return (layer + 1) % BLOCK_LAYERS == 0
 
 
-def tensors(seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def tensors(seed: int, dtype: torch.dtype, sizes: Sizes = TINY) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint by its publisher's name, layer by layer.
 
     Args:
         seed: other seeds give other weights.
         dtype: of the tensors that the publisher does not keep in float32.
+        sizes: of the model.
     """
-    for spec in specs():
+    for spec in specs(sizes):
         yield spec.name, draw(spec, seed, dtype)
 
 
-def specs() -> Iterator[RandomTensor]:
+def specs(sizes: Sizes = TINY) -> Iterator[RandomTensor]:
     """What these tensors are like."""
-    yield RandomTensor(_LLM + "embed.weight", (PADDED_VOCAB, HIDDEN), 1.0)
-    yield _norm(_LLM + "embed_norm")
+    yield RandomTensor(_LLM + "embed.weight", (PADDED_VOCAB, sizes.hidden), 1.0)
+    yield _norm(_LLM + "embed_norm", sizes.hidden)
     for layer in range(NUM_LAYERS):
-        yield from _residual_queries(layer)
-        yield from _layer_norms(layer)
-        yield from _attention(layer)
-        yield from _experts(layer)
-    yield RandomTensor(_LLM + "attn_res.output_query", (HIDDEN,), 0.6, float32=True)
-    yield _norm(_LLM + "norm")
+        yield from _residual_queries(layer, sizes)
+        yield from _layer_norms(layer, sizes)
+        yield from _attention(layer, sizes)
+        yield from _experts(layer, sizes)
+    yield RandomTensor(_LLM + "attn_res.output_query", (sizes.hidden,), 0.6, float32=True)
+    yield _norm(_LLM + "norm", sizes.hidden)
     # Padding rows are not zero: whoever forgets to drop them samples them.
-    yield RandomTensor(_LLM + "unembed.weight", (PADDED_VOCAB, HIDDEN), 3.0 * HIDDEN**-0.5)
-    yield from _vision()
+    yield RandomTensor(
+        _LLM + "unembed.weight", (PADDED_VOCAB, sizes.hidden), 3.0 * sizes.hidden**-0.5
+    )
+    yield from _vision(sizes)
 
 
 def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -226,7 +245,7 @@ def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def _norm(prefix: str, size: int = HIDDEN) -> RandomTensor:
+def _norm(prefix: str, size: int) -> RandomTensor:
     return RandomTensor(prefix + ".weight", (size,), 0.2, mean=1.0)
 
 
@@ -235,31 +254,31 @@ def _linear(name: str, rows: int, columns: int, gain: float = 1.0) -> RandomTens
     return RandomTensor(name, (rows, columns), gain * columns**-0.5)
 
 
-def _residual_queries(layer: int) -> Iterator[RandomTensor]:
+def _residual_queries(layer: int, sizes: Sizes) -> Iterator[RandomTensor]:
     prefix = _LLM + "attn_res."
     if layer > 0:
-        shape = (3, HIDDEN) if is_full(layer) else (HIDDEN,)
+        shape = (3, sizes.hidden) if is_full(layer) else (sizes.hidden,)
         yield RandomTensor(f"{prefix}attn_queries.{layer - 1}", shape, 0.6, float32=True)
-    yield RandomTensor(f"{prefix}mlp_queries.{layer}", (HIDDEN,), 0.6, float32=True)
+    yield RandomTensor(f"{prefix}mlp_queries.{layer}", (sizes.hidden,), 0.6, float32=True)
 
 
-def _layer_norms(layer: int) -> Iterator[RandomTensor]:
+def _layer_norms(layer: int, sizes: Sizes) -> Iterator[RandomTensor]:
     prefix = f"{_LLM}layers.{layer}."
     inputs = ["q_input_norm", "k_input_norm", "v_input_norm"] if is_full(layer) else ["attn_norm"]
     for name in [*inputs, "mlp_norm"]:
-        yield _norm(prefix + name)
+        yield _norm(prefix + name, sizes.hidden)
 
 
-def _attention(layer: int) -> Iterator[RandomTensor]:
+def _attention(layer: int, sizes: Sizes) -> Iterator[RandomTensor]:
     prefix = f"{_LLM}layers.{layer}.attn."
     q_width, kv_width = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
-    yield _linear(prefix + "wq_du.weight", q_width, HIDDEN)
-    yield _linear(prefix + "wk_dv.weight", kv_width, HIDDEN, 1.5)
-    yield _linear(prefix + "wv_dv.weight", kv_width, HIDDEN)
-    yield _linear(prefix + "wr_du.weight", NUM_HEADS * REL_DIM, HIDDEN, 0.5)
-    yield _linear(prefix + "gate_attn.weight", q_width, HIDDEN, 0.5)
-    yield _linear(prefix + "attn_sink_proj.weight", NUM_HEADS, HIDDEN)
-    yield _linear(prefix + "wo_ud.weight", HIDDEN, q_width, 6.0)
+    yield _linear(prefix + "wq_du.weight", q_width, sizes.hidden)
+    yield _linear(prefix + "wk_dv.weight", kv_width, sizes.hidden, 1.5)
+    yield _linear(prefix + "wv_dv.weight", kv_width, sizes.hidden)
+    yield _linear(prefix + "wr_du.weight", NUM_HEADS * REL_DIM, sizes.hidden, 0.5)
+    yield _linear(prefix + "gate_attn.weight", q_width, sizes.hidden, 0.5)
+    yield _linear(prefix + "attn_sink_proj.weight", NUM_HEADS, sizes.hidden)
+    yield _linear(prefix + "wo_ud.weight", sizes.hidden, q_width, 6.0)
     yield RandomTensor(prefix + "q_l2_clip.scale", (NUM_HEADS, HEAD_DIM), 0.2, mean=1.0)
     yield RandomTensor(prefix + "rel_l2_clip.scale", (NUM_HEADS, REL_DIM), 0.2, mean=1.0)
     extent = REL_EXTENT if is_full(layer) else WINDOW
@@ -268,23 +287,26 @@ def _attention(layer: int) -> Iterator[RandomTensor]:
         if is_full(layer):
             taps = NUM_KV_HEADS * CONV_TAPS
             yield RandomTensor(prefix + name + ".static_w", (CONV_TAPS, kv_width), 0.5)
-            yield _linear(prefix + name + ".weight_proj", taps, HIDDEN, 0.5)
+            yield _linear(prefix + name + ".weight_proj", taps, sizes.hidden, 0.5)
         else:
             yield RandomTensor(prefix + name + ".weight", (kv_width, 1, CONV_TAPS), 0.5)
-    yield RandomTensor(f"{_LLM}layers.{layer}.attn_sconv.weight", (HIDDEN, 1, CONV_TAPS), 0.5)
+    yield RandomTensor(f"{_LLM}layers.{layer}.attn_sconv.weight", (sizes.hidden, 1, CONV_TAPS), 0.5)
 
 
-def _experts(layer: int) -> Iterator[RandomTensor]:
+def _experts(layer: int, sizes: Sizes) -> Iterator[RandomTensor]:
     prefix = f"{_LLM}layers.{layer}.mlp."
-    yield _linear(prefix + "gate.weight", NUM_EXPERTS, HIDDEN, 1.5)
+    yield _linear(prefix + "gate.weight", NUM_EXPERTS, sizes.hidden, 1.5)
     yield RandomTensor(prefix + "gate.bias", (NUM_EXPERTS,), 0.25, float32=True)
-    w13, w2 = (NUM_EXPERTS, 2 * EXPERT_WIDTH, HIDDEN), (NUM_EXPERTS, HIDDEN, EXPERT_WIDTH)
-    yield RandomTensor(prefix + "experts.w13_weight", w13, 0.5 * HIDDEN**-0.5)
-    yield RandomTensor(prefix + "experts.w2_weight", w2, 0.5 * EXPERT_WIDTH**-0.5)
-    yield RandomTensor(f"{_LLM}layers.{layer}.mlp_sconv.weight", (HIDDEN, 1, CONV_TAPS), 0.5)
+    w13, w2 = (
+        (NUM_EXPERTS, 2 * sizes.expert_width, sizes.hidden),
+        (NUM_EXPERTS, sizes.hidden, sizes.expert_width),
+    )
+    yield RandomTensor(prefix + "experts.w13_weight", w13, 0.5 * sizes.hidden**-0.5)
+    yield RandomTensor(prefix + "experts.w2_weight", w2, 0.5 * sizes.expert_width**-0.5)
+    yield RandomTensor(f"{_LLM}layers.{layer}.mlp_sconv.weight", (sizes.hidden, 1, CONV_TAPS), 0.5)
 
 
-def _vision() -> Iterator[RandomTensor]:
+def _vision(sizes: Sizes) -> Iterator[RandomTensor]:
     prefix, hidden = _VISUAL + "backbone.", VISION_HIDDEN
     patch = 3 * VISION_PATCH**2
     yield RandomTensor(prefix + "embeddings.class_embedding", (hidden,), 1.0)
@@ -305,7 +327,7 @@ def _vision() -> Iterator[RandomTensor]:
         yield from _biased_linear(base + "mlp.c_proj", hidden, VISION_WIDTH)
     merged = VISION_MERGE**2 * hidden
     yield _linear(_VISUAL + "proj_in.weight", VISION_PROJECTION, merged)
-    yield _linear(_VISUAL + "proj_out.weight", HIDDEN, VISION_PROJECTION)
+    yield _linear(_VISUAL + "proj_out.weight", sizes.hidden, VISION_PROJECTION)
 
 
 def _layer_norm(prefix: str) -> Iterator[RandomTensor]:

@@ -31,6 +31,11 @@ constexpr int ROUND_TILES = TURNS * TILES_AT_ONCE;
 // With more tiles left than this, a whole one for each of most warps takes less time.
 constexpr int MOST_SHARED = TILES_AT_ONCE * (WARPS * 5 / 6);
 
+// Whether a block can have more tiles than are worth sharing: one token's are fewer.
+constexpr int MOST_EXPERTS = TOKENS * TOP_K < OWN_EXPERTS ? TOKENS * TOP_K : OWN_EXPERTS;
+constexpr int MOST_TILES = (MOST_EXPERTS * EXPERT_TILES + BLOCKS - 1) / BLOCKS;
+constexpr bool HAS_OWN = MOST_TILES > MOST_SHARED || MOST_TILES >= WARPS;
+
 // Rows are padded, so that they start in different banks.
 constexpr int Z_STRIDE = HIDDEN + 8, HIDDEN_STRIDE = DOWN_VECTORS * VECTOR_K + 8;
 using Partial = float[TOKEN_COLUMNS * TOP_K * PARTS * 16];  // [token][slot][part][row]
@@ -85,7 +90,7 @@ INK_DEVICE bf16 activation(float gate, float up) {
 }
 
 // rows: of the whole step; first: the row that this launch begins with.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __maxnreg__(REGISTERS)
     moe_experts(const bf16* x, const float* scores, const float* bias, const int* rank,
                 const u8* gate_up, const float* gate_up_scale, const u8* down,
                 const float* down_scale, bf16* hidden, void* out, u64* arrivals, int* error,
@@ -123,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // first ones have more tiles; units are (row tile, distinct expert, part).
   const int num_tiles = choice.num_experts * EXPERT_TILES;
   const int end = (max(num_tiles - b, 0) + BLOCKS - 1) / BLOCKS, rest = end % WARPS;
-  const int own = rest <= MOST_SHARED ? end - rest : end;
+  const int own = !HAS_OWN ? 0 : rest <= MOST_SHARED ? end - rest : end;
   const int my_tile = warp / SLICES, my_slice = warp % SLICES * SLICE;
   const int my_vectors = my_tile < TILES_AT_ONCE ? min(SLICE, GATE_VECTORS - my_slice) : 0;
   const int first_row_tile = BLOCKS - 1 - b;
@@ -143,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int num_bytes = 0;
   auto source = [&]() -> const u8* {
     if (left == 0) {
-      if (next_own < own) {
+      if (HAS_OWN && next_own < own) {
         next = tile_at(next_own);
         left = GATE_VECTORS;
         next_own += WARPS;
@@ -187,16 +192,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // A slice: `vectors` of a tile from vector `at` on.
   const bf16* const z = sm.z + (ONE_TOKEN ? 0 : g * Z_STRIDE) + (lane & 3) * 16;
   auto multiply_slice = [&](Tile& tile, int at, int vectors) {
-    const u8* stage = nullptr;
+#pragma unroll 1
+    for (int s = 0; s < SLICE; s += STAGE_VECTORS) {
+      if (GATE_VECTORS % SLICE && s >= vectors) break;
+      const u8* const stage = stages.wait(error);
 #pragma unroll
-    for (int v = 0; v < SLICE; v++) {
-      if (GATE_VECTORS % SLICE && v >= vectors) break;
-      if (v % STAGE_VECTORS == 0) stage = stages.wait(error);
-      const bf16* const from = z + (at + v) * VECTOR_K;
-      const Tokens y = {*(const uint4*)from, *(const uint4*)(from + 8)};
-      multiply_vector(tile, stage + v % STAGE_VECTORS * VECTOR_BYTES, y, lane);
-      if (v % STAGE_VECTORS == STAGE_VECTORS - 1 || (GATE_VECTORS % SLICE && v == vectors - 1))
-        request();
+      for (int v = 0; v < STAGE_VECTORS; v++) {
+        if (GATE_VECTORS % SLICE && s + v >= vectors) break;
+        const bf16* const from = z + (at + s + v) * VECTOR_K;
+        const Tokens y = {*(const uint4*)from, *(const uint4*)(from + 8)};
+        multiply_vector(tile, stage + v * VECTOR_BYTES, y, lane);
+      }
+      request();
     }
   };
   auto activate = [&](int t, int row, int token, float gate, float up) {
@@ -207,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         activation(gate * unit, up * unit);
   };
 #pragma unroll 1
-  for (int t = warp; t < own; t += WARPS) {
+  for (int t = warp; HAS_OWN && t < own; t += WARPS) {
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
 #pragma unroll 1
     for (int s = 0; s < SLICES; s++) {
@@ -335,11 +342,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (token >= T) continue;
     float sum = 0;
     const int num_slots = choice.num_slots[token];
-#pragma unroll 1
-    for (int s = 0; s < num_slots; s++) {
+#pragma unroll
+    for (int s = 0; s < TOP_K; s++) {
       const float* const p = sm.partial[r] + (token * TOP_K + s) * PARTS * 16 + row;
       const float d = strided_sum<PARTS>(p, 16) * choice.down_unit[choice.index[token][s]];
-      sum = __fadd_rn(sum, __fmul_rn(IS_SLICE ? d : round_bf16(d), choice.weight[token][s]));
+      const float term = __fmul_rn(IS_SLICE ? d : round_bf16(d), choice.weight[token][s]);
+      sum = s < num_slots ? __fadd_rn(sum, term) : sum;
     }
     const size_t at =
         (size_t)(first + token) * HIDDEN + (first_row_tile + BLOCKS * r) * 16 + row;

@@ -35,6 +35,10 @@ MOST_STAGES = 8
 # Activations of all experts up to this size stand in shared memory in the second part.
 MOST_HIDDEN_BYTES = 80 * 1024
 MOST_ROUTER_ROWS = 4
+# Of a multiprocessor; a block takes 1024 bytes more than it asks for.
+SM_BYTES = 228 * 1024
+# Of a thread. With one token both blocks fit: 192 x 40 + 768 x 72 of 65536 registers.
+ROUTER_REGISTERS, ONE_TOKEN_REGISTERS, REGISTERS = 40, 72, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ def moe(
     scores = Scratch("scores", num_tokens * dims.experts * 4)
     router_rows = min(-(-dims.experts // MULTIPROCESSORS), MOST_ROUTER_ROWS)
     router_blocks = -(-dims.experts // router_rows)
+    router_smem = router_bytes(dims, router_rows, num_tokens)
     router = KernelLaunch(
         source=_FOLDER / "router.cu",
         entry="moe_router",
@@ -135,20 +140,25 @@ def moe(
             ("HIDDEN", dims.hidden), ("EXPERTS", dims.experts), ("ROWS", router_rows),
             ("BLOCKS", router_blocks), ("NUM_THREADS", router_threads(dims.hidden)),
             ("ONE_TOKEN", one_token), ("TRIGGER", 0),
+            ("REGISTERS", ROUTER_REGISTERS if one_token else 255),
         ),
         grid=(router_blocks * -(-num_tokens // MAX_TOKENS), 1, 1),
         block=(router_threads(dims.hidden), 1, 1),
-        params=(Pointer("x"), Pointer("router_weight"), scores, Int32(num_tokens)),
-        smem_bytes=router_threads(dims.hidden) * 4,
+        params=(
+            Pointer("x"), Pointer("router_weight"), scores, Scratch("error", 4, fill=0),
+            Int32(num_tokens),
+        ),
+        smem_bytes=router_smem,
     )  # fmt: skip
     blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
-    stages = next(
-        (n for n in range(MOST_STAGES, 1, -1) if experts_bytes(dims, rows, n, blocks) <= MAX_SMEM),
-        0,
-    )
+    # With one token the router's block and one of the experts stand beside each other.
+    room = SM_BYTES - 2048 - router_smem if one_token else MAX_SMEM
+    fitting = [n for n in range(2, MOST_STAGES + 1) if experts_bytes(dims, rows, n, blocks) <= room]
+    stages = max(fitting, default=0)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
     is_nvfp4 = dims.kind == "nvfp4"
+    registers = ONE_TOKEN_REGISTERS if one_token else REGISTERS
     common: tuple[Param, ...] = (
         Pointer("x"),
         scores,
@@ -174,6 +184,7 @@ def moe(
         ("IS_PARTIAL", int(is_partial)), ("IS_SLICE", int(is_partial and not has_rank)),
         ("IS_CHUNK", int(is_chunk)), ("ROUTE_SCALE", f"{route_scale}f"),
         ("GATE_CAP", f"{gate_cap}f"), ("UP_CAP", f"{up_cap}f"), ("TRIGGER", 1),
+        ("REGISTERS", registers),
     )  # fmt: skip
     experts = [
         KernelLaunch(
@@ -187,13 +198,13 @@ def moe(
         )
         for first in range(0, num_tokens, MAX_TOKENS)
     ]
-    router_bytes = dims.experts * dims.hidden * 4
+    router_size = dims.experts * dims.hidden * 4
     out_bytes = 4 if is_partial else 2
     return Tactic(
         name="moe",
         kernels=(router, *experts),
         bytes=ceil(dims.distinct(num_tokens) * dims.expert_bytes)
-        + router_bytes
+        + router_size
         + num_tokens * dims.hidden * (2 + out_bytes),
         flops=2 * num_tokens * dims.hidden
         * (dims.experts + 3 * dims.top_k * dims.own_experts * dims.width // dims.experts),
@@ -205,9 +216,16 @@ def moe(
 
 
 def router_threads(hidden: int) -> int:
-    """Threads of a block of router.cu: up to three pieces of four values for each."""
-    pieces = -(-hidden // 4)
-    return min(-(-pieces // 96) * 32, 384)
+    """Threads of a block of router.cu: up to six pieces of four values for each."""
+    return -(-hidden // (4 * 6 * 32)) * 32
+
+
+def router_bytes(dims: MoeDims, rows: int, num_tokens: int) -> int:
+    """`Shared` of router.cu, of `rows` experts a block."""
+    sums = rows * (1 if num_tokens == 1 else MAX_TOKENS)
+    return struct_bytes(
+        (rows * dims.hidden * 4, 128), (router_threads(dims.hidden) // 32 * sums * 4, 4), (8, 8)
+    )
 
 
 def hidden_bytes(dims: MoeDims, rows: int) -> int:

@@ -84,6 +84,7 @@ INK_DEVICE Choice route(const float* scores, const Bias& bias, int first_expert,
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   if (tid < WORDS) r.bits[tid] = 0;
   for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += THREADS) ((u32*)r.slot)[i] = 0xFFFFFFFFu;
+  if (tid < SLOTS) (&r.index[0][0])[tid] = 0;  // slots that are not there are read, too
   Choice choice;
   int own = -1;  // own number of rank `lane`
   if (warp < T) {

@@ -28,3 +28,16 @@ def resources(cubin: bytes) -> dict[str, int]:
                     found[attributes[attribute]] = value
                 position += length
     return found
+
+
+def code_bytes(cubin: bytes) -> int:
+    """Bytes of machine code of a cubin with one kernel."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    _, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * 64) for i in range(count)]
+    size = 0
+    for name, _, _, _, _, length in headers:
+        start = headers[names][4] + name
+        if cubin[start:].startswith(b".text."):
+            size += length
+    return size

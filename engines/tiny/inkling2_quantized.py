@@ -1,0 +1,103 @@
+"""The tiny Inkling-2 with quantized experts, as its publisher ships them.
+
+Layers have NVFP4 experts, then MXFP8 ones, and the last one plain ones. Sizes are multiples of what
+shares a scale on two ranks. Global scales are no powers of two; denominators are one number for a
+tensor or one for each expert.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inkrt.engines.inkling2.config import ExpertForm
+from inkrt.engines.tiny import inkling2
+from inkrt.engines.tiny.nvfp4 import quantize, stack
+from inkrt.plugins import mxfp8, nvfp4
+
+SIZES = inkling2.Sizes(hidden=64, expert_width=64)
+_ALGORITHMS: dict[ExpertForm, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8"}
+_LARGEST_E4M3 = 448.0
+
+
+def form_of(layer: int) -> ExpertForm:
+    """How a layer's experts are stored."""
+    if layer == inkling2.NUM_LAYERS - 1:
+        return "plain"
+    return "nvfp4" if layer < inkling2.NUM_LAYERS - 4 else "mxfp8"
+
+
+def config(dtype: str) -> dict[str, Any]:
+    """The content of `config.json`; see `inkling2.config`."""
+    forms = {layer: form_of(layer) for layer in range(inkling2.NUM_LAYERS)}
+    quantized = {
+        f"model.llm.layers.{layer}.mlp.experts": {"quant_algo": _ALGORITHMS[form]}
+        for layer, form in forms.items()
+        if form != "plain"
+    }
+    return inkling2.config(dtype, SIZES) | {
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": quantized,
+        }
+    }
+
+
+def tensors(seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint by its publisher's name; see `inkling2.tensors`."""
+    for name, value in inkling2.tensors(seed, dtype, SIZES):
+        if not name.endswith(("experts.w13_weight", "experts.w2_weight")):
+            yield name, value
+            continue
+        form = form_of(int(name.split(".layers.")[1].split(".")[0]))
+        if form == "plain":
+            yield name, value
+        elif form == "nvfp4":
+            yield from _nvfp4(name, value.double())
+        else:
+            yield from _mxfp8(name, value.float())
+
+
+def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names of transformers, with the values that quantized experts stand for.
+
+    They have the dtype of the other weights, as if transformers had dequantized them.
+    """
+    dtype = published["model.llm.embed.weight"].dtype
+    plain: dict[str, Tensor] = {}
+    for name, value in published.items():
+        if name.endswith(("_scale", "_amax", "_denominator")):
+            continue
+        if (amax := published.get(f"{name}_amax")) is not None:
+            denominator = published[f"{name}_outer_scale_denominator"]
+            scales = published[f"{name}_scale"].view(torch.uint8)
+            values = nvfp4.dequantize(value, scales, torch.float32)
+            plain[name] = (values * (amax / denominator)[:, None, None]).to(dtype)
+        elif (exponents := published.get(f"{name}_scale")) is not None and "experts" in name:
+            plain[name] = mxfp8.dequantize(value.view(torch.uint8), exponents, dtype)
+        else:
+            plain[name] = value
+    return inkling2.to_transformers(plain)
+
+
+def _nvfp4(name: str, matrices: Tensor) -> Iterator[tuple[str, Tensor]]:
+    amax = matrices.abs().amax(dim=(1, 2)).float()
+    is_scalar = name.endswith("w13_weight")
+    denominator = torch.tensor(2688.0) if is_scalar else torch.full_like(amax, 1536.0)
+    global_scales = (amax / denominator).tolist()
+    whole = stack([quantize(m, s) for m, s in zip(matrices, global_scales, strict=True)])
+    yield name, whole.codes[..., 0::2] | whole.codes[..., 1::2] << 4
+    yield f"{name}_scale", whole.scales.view(torch.float8_e4m3fn)
+    yield f"{name}_amax", amax
+    yield f"{name}_outer_scale_denominator", denominator
+
+
+def _mxfp8(name: str, matrices: Tensor) -> Iterator[tuple[str, Tensor]]:
+    blocks = matrices.unflatten(-1, (-1, mxfp8.BLOCK))  # type: ignore[no-untyped-call]
+    largest = blocks.abs().amax(dim=-1)
+    exponents = torch.ceil(torch.log2(largest / _LARGEST_E4M3)).clamp(min=-mxfp8.BIAS).int()
+    codes = torch.ldexp(blocks, -exponents[..., None]).flatten(-2).to(torch.float8_e4m3fn)
+    yield name, codes
+    yield f"{name}_scale", (exponents + mxfp8.BIAS).to(torch.uint8)
