@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from inkrt.runtime.engine_file import DRAFT_STEP
 from inkrt.runtime.executor import Sampling, StepInput
 from inkrt.runtime.executor.cpu import CpuExecutor
 from inkrt.runtime.executor.cuda import CudaExecutor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inkrt.runtime.engine import Engine
+    from inkrt.runtime.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +43,30 @@ class LaunchDistance:
 
 
 def compare_launches(
-    cpu: "Engine", gpu: "Engine", tokens: list[int], *, before: list[int] | None = None
+    cpu: "Engine",
+    gpu: "Engine",
+    tokens: list[int],
+    *,
+    before: list[int] | None = None,
+    drafts: bool = False,
 ) -> list[LaunchDistance]:
-    """Run `tokens` as one step on both engines.
+    """Run `tokens` as one step on both engines, or the draft step on the only one.
 
     Args:
         cpu: engine for the CPU, built with `keep_intermediates` too, and with the same steps.
         gpu: engine for a GPU, built with `keep_intermediates`.
         tokens: no more than the widest step takes.
         before: tokens in front, in steps of their own; None for none.
+        drafts: whether to run the draft step, greedy, with a token as its anchor.
     """
     assert isinstance(cpu.executor, CpuExecutor)
     assert isinstance(gpu.executor, CudaExecutor)
     assert cpu.config.steps == gpu.config.steps, "launches of other steps are not comparable"
     steps = sorted(gpu.config.steps, key=lambda step: step.num_tokens)
     step = next(step.name for step in steps if step.num_tokens >= len(tokens))
+    if drafts:
+        assert len(tokens) == 1, "an anchor is one token"
+        step = DRAFT_STEP
     expected: list[list[Tensor]] = []
 
     def observe(_input: StepInput, _launch: Launch, outputs: "list[Tensor]") -> None:
@@ -65,12 +76,12 @@ def compare_launches(
         if before:
             session.prefill(before, Sampling())
         cpu.executor.observer = observe
-        session.prefill(tokens, Sampling())
+        _run(session, tokens, drafts=drafts)
     cpu.executor.observer = None
     with gpu.session() as session:
         if before:
             session.prefill(before, Sampling())
-        session.prefill(tokens, Sampling())
+        _run(session, tokens, drafts=drafts)
     plan = gpu.executor.plan(step)
     distances = []
     for index, launch in enumerate(plan.launches):
@@ -82,6 +93,13 @@ def compare_launches(
             error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
             distances.append(LaunchDistance(index, launch.op, launch.module, number, float(error)))
     return distances
+
+
+def _run(session: "Session", tokens: list[int], *, drafts: bool) -> None:
+    if drafts:
+        session.draft(tokens[0], Sampling(), coupled=True, wants_logits=False)
+    else:
+        session.prefill(tokens, Sampling())
 
 
 def _written(launch: Launch) -> list[int]:
