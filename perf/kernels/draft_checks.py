@@ -141,8 +141,8 @@ def check_attention(backend: Backend, report: Report, chosen: str = "") -> None:
 def check_head(backend: Backend, report: Report, chosen: str = "") -> None:
     """`draft_head` on the case `chosen`, or on all.
 
-    Tokens are what the reference draws from the logits that the kernels wrote, and the same as in the
-    reference's own block, whose logits differ by rounding alone.
+    Tokens are what the reference draws from the logits that the kernels wrote, and the same as in
+    the reference's own block, whose logits differ by rounding alone.
     """
     for call in calls("draft_head"):
         if chosen not in ("", call.case.name):
