@@ -205,6 +205,17 @@ def cases() -> list[Case]:
             keeps_float32=False,
         ),
         make(
+            "full_width",
+            num_rows=2,
+            num_tokens=2,
+            width=4608,
+            num_sources=8,
+            num_queries=1,
+            position=15,
+            has_residual=True,
+            keeps_float32=True,
+        ),
+        make(
             "one_slice_new_sum",
             num_rows=5,
             num_tokens=5,

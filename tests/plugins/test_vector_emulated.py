@@ -20,7 +20,12 @@ OPERATORS = (
     "residual_mix", "rms_norm", "rope", "short_conv", "sigmoid_gate", "silu_mul",
 )  # fmt: skip
 CASES = [
-    pytest.param(plugins()[name], case, id=f"{name}/{case.name}")
+    pytest.param(
+        plugins()[name],
+        case,
+        id=f"{name}/{case.name}",
+        marks=[pytest.mark.slow] if case.name == "full_width" else [],
+    )
     for name in OPERATORS
     for case in plugins()[name].cases()
     if tactics_of(plugins()[name], arguments_of(plugins()[name], case))
