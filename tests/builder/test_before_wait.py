@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from gpu_build import CONFIG
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
-from inkrt.plugins.all_gather.tactics import gather
-from inkrt.plugins.all_reduce.tactics import find_tactics as all_reduce
-from inkrt.plugins.tactic import CallArgs, Output, Peers, Pointer, TensorArg
 from inkrt.runtime.engine_file import EngineCode, read_code
 from inkrt.runtime.plan import Kernel, Launch, Plan, Ref, Refs, TensorParam
 
@@ -96,22 +92,6 @@ def test_nothing_of_the_own_launch_is_touched_before_the_wait(
         found[f"{launch.op} {kernel.entry}"] = [own[number] for number in early & own.keys()]
     assert {name: early for name, early in found.items() if early} == {}
     assert len(found) > 20 if config is CONFIG else "flint_layers layers" in found
-
-
-def test_launches_of_several_ranks_touch_the_table_of_peers_only() -> None:
-    args: CallArgs = {"x": TensorArg((8, 256), torch.float32), "dtype": torch.bfloat16}
-    (reduce,) = all_reduce("sm_90a", {**args, "tp_size": 4})
-    x, out = Pointer("x"), Output(0)
-    best = (Output(1), Output(2))
-    for kernel in (
-        *reduce.kernels,
-        gather(4, 8, 64, 250, x=x, out=out, best=best),
-        gather(4, 512, 7, 28, x=x, out=out),
-    ):
-        touched = touched_before_wait(compile_ptx(kernel.source, kernel.defines), kernel.entry)
-        assert [kernel.params[number] for number in touched] == [
-            param for param in kernel.params if isinstance(param, Peers)
-        ]
 
 
 @pytest.mark.parametrize(
