@@ -121,6 +121,7 @@ def packaged_files(source: Path) -> set[str]:
         for package in PACKAGES
         for path in (source / package).rglob("*")
         if path.suffix in (".py", ".cu", ".cuh", ".json")
+        and "checkpoint" not in path.relative_to(source).parts  # of the repository only
     }
     own = [*(source / "inkrt").glob("*.py"), *(source / "inkrt" / "commands").glob("*.py")]
     return files | {str(path.relative_to(source)) for path in own} | {"inkrt/py.typed"}

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from gpu_build import CONFIG
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
 from inkrt.builder.tactics import find_tactics
-from inkrt.plugins.all_gather.tactics import gather
-from inkrt.plugins.all_reduce.tactics import find_tactics as all_reduce
-from inkrt.plugins.tactic import CallArgs, Output, Peers, Pointer, TensorArg
+from inkrt.plugins.tactic import CallArgs, Output, TensorArg
 from inkrt.runtime.engine_file import EngineCode, read_code
 from inkrt.runtime.plan import Kernel, Launch, Plan, Ref, Refs, TensorParam
 
@@ -130,22 +127,6 @@ def test_streams_of_tiles_touch_weights_alone(num_tokens: int) -> None:
             assert outputs == [], kernel.entry
             if kernel.entry == "ring_linear":
                 assert names & {"weight", "weights"}  # they are asked for before the wait
-
-
-def test_launches_of_several_ranks_touch_the_table_of_peers_only() -> None:
-    args: CallArgs = {"x": TensorArg((8, 256), torch.float32), "dtype": torch.bfloat16}
-    (reduce,) = all_reduce("sm_90a", {**args, "tp_size": 4})
-    x, out = Pointer("x"), Output(0)
-    best = (Output(1), Output(2))
-    for kernel in (
-        *reduce.kernels,
-        gather(4, 8, 64, 250, x=x, out=out, best=best),
-        gather(4, 512, 7, 28, x=x, out=out),
-    ):
-        touched = touched_before_wait(compile_ptx(kernel.source, kernel.defines), kernel.entry)
-        assert [kernel.params[number] for number in touched] == [
-            param for param in kernel.params if isinstance(param, Peers)
-        ]
 
 
 @pytest.mark.parametrize(
