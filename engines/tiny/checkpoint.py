@@ -67,15 +67,15 @@ MODELS = {
     "inkling2": TinyModel(
         inkling2.config, inkling2.tensors, inkling2.to_transformers, tokenizer.INKLING, None
     ),
+    "inkling": TinyModel(
+        inkling.config, inkling.tensors, inkling.to_transformers, tokenizer.INKLING, None
+    ),
     "inkling2-quantized": TinyModel(
         inkling2_quantized.config,
         inkling2_quantized.tensors,
         inkling2_quantized.to_transformers,
         tokenizer.INKLING,
         None,
-    ),
-    "inkling": TinyModel(
-        inkling.config, inkling.tensors, inkling.to_transformers, tokenizer.INKLING, None
     ),
     "flint": flint_model(flint.TINY),
     "flint-wide": flint_model(flint.WIDE),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gpu_build import CONFIG
 
 from inkrt.builder.build import build_engine
