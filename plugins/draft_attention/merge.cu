@@ -1,5 +1,5 @@
-// The sums of all parts become the rows of `draft_attention`: a warp a row. A lane has 4 neighbouring
-// values of 128, or 2, or 1.
+// The sums of all parts become the rows of `draft_attention`: a warp a row. A lane has 4
+// neighbouring values of 128, or 2, or 1.
 //
 // Macros: see parts.cuh; SINKS. Grid: KV_HEADS x ROWS rows, WARPS a block.
 #include "parts.cuh"
@@ -20,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
   for (int i = 0; i < (PARTS + 31) / 32; i++) {
     const int part = 32 * i + lane;
-    const bool has = part == 0 || (part < PARTS && begin_of(part, count) < begin_of(part + 1, count));
+    const bool has_pages = begin_of(part, count) < begin_of(part + 1, count);
+    const bool has = part == 0 || (part < PARTS && has_pages);
     const uint2 bits = has ? load_act8(ml + (first + (size_t)part * ROWS) * 2) : make_uint2(0, 0);
     own_m[i] = has ? __uint_as_float(bits.x) : NO_KEY;
     own_l[i] = __uint_as_float(bits.y);
@@ -33,9 +34,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     l = fmaf(own_l[i], own_m[i], l);
   }
   l = warp_sum(l);
-  if (SINKS)
-    l += exp2_approx(fmaf(load_weight_float(sinks + kv_head * HEADS_PER_KV + row % HEADS_PER_KV), LOG2E,
-                          -m));
+  if (SINKS) {
+    const float sink = load_weight_float(sinks + kv_head * HEADS_PER_KV + row % HEADS_PER_KV);
+    l += exp2_approx(fmaf(sink, LOG2E, -m));
+  }
   // What the parts without pages have not written is multiplied with nothing.
   constexpr int STEPS = (DIM + 32 * VALUES - 1) / (32 * VALUES);
   float sums[STEPS][VALUES];

@@ -1,10 +1,10 @@
 // What `draft_head` needs of the hidden rows alone, for all rows at once: products with the hidden
-// part of the mixing matrix, with the biases; the same of the confidences; and, if not all tokens can
-// be drafted, logits of -infinity.
+// part of the mixing matrix, with the biases; the same of the confidences; and, if not all tokens
+// can be drafted, logits of -infinity.
 //
 // Macros: see head.cuh; CONFIDENCE_BIAS, BLOCK_ROWS (of the matrix), CHUNKS (of 8 values that a
-// thread has of a row), THREADS, FILL_BLOCKS. Grid: MIXED / BLOCK_ROWS blocks, one for confidences if
-// there are any, FILL_BLOCKS.
+// thread has of a row), THREADS, FILL_BLOCKS. Grid: MIXED / BLOCK_ROWS blocks, one for confidences
+// if there are any, FILL_BLOCKS.
 #include "head.cuh"
 
 constexpr int WARPS = THREADS / 32, MIX_BLOCKS = (MIXED + BLOCK_ROWS - 1) / BLOCK_ROWS;

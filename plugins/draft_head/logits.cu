@@ -1,16 +1,16 @@
 // Row k of `draft_head`: logits of all tokens that can be drafted, and of each block's tokens the
 // largest and, where no filter needs all of them first, the one that the draw would take.
 //
-// A warp has tiles of 32 rows of the second table: eight lanes a row, four rows at a time, and in the
-// end a token a lane. The first rows are requested before the wait.
+// A warp has tiles of 32 rows of the second table: eight lanes a row, four rows at a time, and in
+// the end a token a lane. The first rows are requested before the wait.
 //
 // Macros: see head.cuh; DRAFTED (rows of the table), TRIMMED (tokens are i + d2t[i]), BASE_DRAFTED
 // (columns of the base logits are rows of the table), BASE_STRIDE, BASE_FLOAT32, SOFTCAP (0 none, 1
-// before the bias, 2 behind it), BLOCKS.
+// before the bias, 2 behind it), BLOCKS, LOGITS_WARPS.
 #include "../w4a16/choice.cuh"
 #include "head.cuh"
 
-constexpr int WARPS = 16, TILES = (DRAFTED + 31) / 32, CHUNKS = RANK / 64;
+constexpr int WARPS = LOGITS_WARPS, TILES = (DRAFTED + 31) / 32, CHUNKS = RANK / 64;
 constexpr int AT_ONCE = CHUNKS == 1 ? 8 : CHUNKS == 2 ? 4 : 2;  // steps of four rows
 static_assert(RANK % 64 == 0 && RANK <= 256, "eight lanes a row");
 
@@ -61,9 +61,9 @@ INK_DEVICE u32 order_of(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// z: of `mix`. best, best_row, drawn [BLOCKS]: the largest logit and its token; the largest score and,
-// inverted, its token.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+// z: of `next_row`. best, best_row, drawn [BLOCKS]: the largest logit and its token; the largest
+// score and, inverted, its token.
+extern "C" __global__ void __maxnreg__(128)
     head_logits(const void* base, const bf16* table, const float* z_of_row, const int* d2t,
                 const float* temperature, const int* top_k, const float* top_p, const float* min_p,
                 const u64* seed, const int* position, const int* is_coupled, float* logits,
@@ -90,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int i = tile * 32 + lane % 8 * 4 + lane / 8;
     const bool is_row = i < DRAFTED;
     const int token = is_row ? TRIMMED ? i + (int)load_weight4(d2t + i) : i : 0;
-    float x = is_row ? base_logit(base, (size_t)row * BASE_STRIDE + (BASE_DRAFTED ? i : token)) : 0.f;
+    const size_t at = (size_t)row * BASE_STRIDE + (BASE_DRAFTED ? i : token);
+    float x = is_row ? base_logit(base, at) : 0.f;
     float sums[8];
 #pragma unroll
     for (int step = 0; step < 8; step += AT_ONCE) {
@@ -120,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     keep_better(largest, x, token);
     if (draws) {
       const uint4 bits = draw.bits(token / 4);
-      const u32 word = token % 4 == 0 ? bits.x : token % 4 == 1 ? bits.y : token % 4 == 2 ? bits.z : bits.w;
-      const float score = x / draw.temperature + gumbel(word);
+      const u32 low = token & 1 ? bits.y : bits.x, high = token & 1 ? bits.w : bits.z;
+      const float score = x / draw.temperature + gumbel(token & 2 ? high : low);
       chosen = max(chosen, (u64)order_of(score) << 32 | ~(u32)token);
     }
   }

@@ -1,8 +1,8 @@
-"""How `draft_head` runs on a GPU: three small kernels a row behind one for all rows.
+"""How `draft_head` runs on a GPU: two kernels a row behind one for all rows.
 
-Row k needs the token of row k - 1, which stays on the device: `mix` makes what the second table
-multiplies, `head_logits` streams the table, `draw_row` takes a token from the candidates of its
-blocks, or, where filters are on, from all logits.
+Row k needs the token of row k - 1, which stays on the device: `next_row` takes it from the candidates
+of the blocks of `head_logits`, or, where filters are on, from all logits, and makes what the second
+table multiplies; `head_logits` streams the table.
 """
 
 from pathlib import Path
@@ -33,9 +33,9 @@ _HEADS = {"vanilla": 0, "gated": 1, "rnn": 2}
 _PLACES = {"none": 0, "before_bias": 1, "after_bias": 2}
 _MOST_SUMS = 48  # of a thread of `hidden_part`
 _MOST_CHUNKS = 2
-_MIX_WARPS, _LOGITS_WARPS = 8, 16
+# One block of each fits a multiprocessor: 384 threads of 128 registers and 256 of 64.
+_LOGITS_WARPS, _NEXT_THREADS = 12, 256
 _FILL_BLOCKS = 16
-_DRAW_THREADS = 512
 _REQUEST = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "is_coupled")
 
 
@@ -138,6 +138,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         "best_row": Scratch("best_row", blocks * 4),
         "drawn": Scratch("drawn", blocks * 8),
         "exchange": Scratch("exchange", sample_exchange_bytes(1), fill=0),
+        "published": Scratch("published", num_rows * 8, fill=0),
         "error": Scratch("error", 4, fill=0),
     }
     base_is_drafted = is_trimmed and bool(args["base_is_drafted"])
@@ -149,54 +150,49 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         ("BASE_FLOAT32", int(base.dtype == torch.float32)),
         ("SOFTCAP", _PLACES[str(args["softcap_place"])]),
         ("BLOCKS", blocks),
+        ("LOGITS_WARPS", _LOGITS_WARPS),
     )
-    parts = draw_parts(vocab, 1, _DRAW_THREADS)
+    parts = draw_parts(vocab, 1, _NEXT_THREADS)
+    task_blocks = -(-(rank + (confidence is not None)) // (_NEXT_THREADS // 32))
     request = " ".join(_REQUEST)
-    for row in range(num_rows):
-        mix_tasks = rank + (confidence is not None)
-        kernels += [
+    for row in range(num_rows + 1):
+        draws, makes = parts if row else 0, task_blocks if row < num_rows else 0
+        kernels.append(
             launch(
-                "mix",
-                "mix",
-                (),
-                -(-mix_tasks // _MIX_WARPS),
-                32 * _MIX_WARPS,
+                "next_row",
+                "next",
+                (("PARTS", parts), ("THREADS", _NEXT_THREADS)),
+                max(draws, makes),
+                _NEXT_THREADS,
                 params(
-                    "anchor tokens markov_w1 mix_proj confidence_proj mixed confidence states z "
-                    "confidences",
-                    Int32(row),
-                ),
-            ),
-            launch(
-                "head_logits",
-                "logits",
-                logits_defines,
-                blocks,
-                32 * _LOGITS_WARPS,
-                params(
-                    f"base_logits markov_w2 z d2t {request} logits best best_row drawn softcap "
-                    "divisor",
-                    Int32(row),
-                ),
-                16 * _LOGITS_WARPS,
-            ),
-            launch(
-                "draw_row",
-                "draw",
-                (("PARTS", parts), ("THREADS", _DRAW_THREADS)),
-                parts,
-                _DRAW_THREADS,
-                params(
-                    f"best best_row drawn logits {request} tokens exchange error",
+                    f"anchor best best_row drawn logits {request} markov_w1 mix_proj "
+                    "confidence_proj mixed confidence tokens states z confidences published "
+                    "exchange error",
                     Int32(blocks),
                     Int32(row),
                 ),
-                sample_bytes(vocab, parts, _DRAW_THREADS),
-            ),
-        ]
+                sample_bytes(vocab, parts, _NEXT_THREADS) + 8,
+            )
+        )
+        if row < num_rows:
+            kernels.append(
+                launch(
+                    "head_logits",
+                    "logits",
+                    logits_defines,
+                    blocks,
+                    32 * _LOGITS_WARPS,
+                    params(
+                        f"base_logits markov_w2 z d2t {request} logits best best_row drawn softcap "
+                        "divisor",
+                        Int32(row),
+                    ),
+                    16 * _LOGITS_WARPS,
+                )
+            )
     # The second table once a row: only what is left of it in the L2 need not cross memory again.
     table_bytes = num_rows * drafted * rank * 2
     other = mixed * (2 * rank + width) * 2 + num_rows * (base.shape[1] * base.dtype.itemsize)
     num_bytes = table_bytes + other + num_rows * vocab * 4
     flops = 2 * num_rows * (drafted * rank + mixed * (2 * rank + width))
-    return [Tactic("three_kernels", tuple(kernels), num_bytes, flops)]
+    return [Tactic("two_kernels_a_row", tuple(kernels), num_bytes, flops)]
