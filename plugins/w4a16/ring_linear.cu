@@ -1,18 +1,21 @@
 // y = x W^T of one or several bf16 matrices of one width, as one stream of row tiles; T = 1..8.
 //
 // Block b of a grid of at most one block a multiprocessor takes the row tiles b, b + blocks, ... of
-// all matrices one behind the other. Each warp owns VECTORS / NUM_WARPS vectors of K of every tile, which
-// lie together, and a ring of STAGES stages in shared memory that bulk copies of its own fill: up to
-// 192 KB a multiprocessor are on their way before the wait, and no warp waits for another but to add
-// up a tile. A sum depends on K's split alone, and the split on K: it is that of linear.cu.
+// all matrices one behind the other. Each warp owns VECTORS / NUM_WARPS vectors of K of every tile,
+// which lie together, and a ring of STAGES stages in shared memory that bulk copies of its own
+// fill: up to 192 KB a multiprocessor are on their way before the wait, and no warp waits for
+// another but to add up a tile. A sum depends on K's split alone, and the split on K: it is that of
+// linear.cu.
 //
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
-// neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides a
-// warp's), STAGES, AHEAD (stages behind them that the L2 is asked for before the wait); and what
+// neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
+// a warp's), STAGES, AHEAD (stages behind them that the L2 is asked for before the wait); and what
 // becomes of a product:
-//   RESULT 0  y bf16    RESULT 1  y float32
+//   RESULT 0  y bf16
+//   RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
-//             cap tanh(. / cap); and the block's largest and its lowest row, per token, for `sample`
+//             cap tanh(. / cap); and the block's largest and its lowest row, per token, for
+//             `sample`
 #include "choice.cuh"
 #include "w4a16.cuh"
 
@@ -43,7 +46,8 @@ constexpr int NUM_TILES = first_tile(MATRICES);
 
 struct Shared {
   alignas(128) u8 ring[NUM_WARPS * STAGES * STAGE_BYTES];
-  alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];  // two tiles, so one barrier a tile is enough
+  // Of two tiles, so one barrier a tile is enough.
+  alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];
   u64 bars[NUM_WARPS * STAGES];
 #if RESULT == 2
   float best[HEAD_WARPS][MAX_TOKENS];
@@ -197,7 +201,8 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
     __syncthreads();
     const int row = place.first + (tid >> 3);
     if (tid < 128 && token < T && row < place.rows) {
-      const float y = strided_sum<NUM_WARPS>(partial + (tid >> 3) * TOKEN_COLUMNS + token, TILE_SUMS);
+      const float* sums = partial + (tid >> 3) * TOKEN_COLUMNS + token;
+      const float y = strided_sum<NUM_WARPS>(sums, TILE_SUMS);
       const size_t at = (size_t)token * place.rows + row;
 #if RESULT == 0
       ((bf16*)place.y)[at] = to_bf16(y);
