@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inkrt.plugins.attention_sm90.tactics import BANK_BY_DISTANCE, Call
+from inkrt.plugins.attention_sm90.bank import BANK_BY_DISTANCE
+from inkrt.plugins.attention_sm90.tactics import Call
 from inkrt.plugins.kv_layout import PAGE_TOKENS, tile_order
 
 NUM_SLOTS, SLOT = 3, 1

@@ -24,9 +24,9 @@ from torch import Tensor
 from w4a16_backend import Buffer, bind
 from w4a16_gpu import Gpu, cubin, time_graph
 
+from inkrt.plugins.attention_sm90.bank import Relative
 from inkrt.plugins.attention_sm90.tactics import (
     Call,
-    Relative,
     fast_tactic,
     simple_tactic,
     splits,

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
+from inkrt.plugins.attention_sm90.bank import RELATIVE_STATES, Relative
 from inkrt.plugins.attention_sm90.tactics import (
     HEAD_DIM,
     MAX_HEADS_PER_KV,
-    RELATIVE_STATES,
     Call,
-    Relative,
     fast_tactic,
     read_call,
     simple_tactic,

@@ -11,14 +11,12 @@ not depend on T. Steps of one engine may therefore choose tactics independently,
 The tiled kernel's rows are near to those of the others, not equal.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from inkrt.plugins.attention_sm90.bank import BANK_BY_DISTANCE, RELATIVE_STATES, Relative
 from inkrt.plugins.kv_layout import PAGE_TOKENS, has_layout
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.tactic import (
@@ -28,7 +26,6 @@ from inkrt.plugins.tactic import (
     Float32,
     KernelLaunch,
     Output,
-    Packing,
     Param,
     Pointer,
     Scratch,
@@ -47,43 +44,9 @@ _THREADS = 256
 _TILE_TOKENS = 64
 _TILE_STAGES = 4  # registers leave room for one block on a multiprocessor
 _WARPS = 8
-# States of a head and values of a row of the bank in the kernels with tensor cores.
-RELATIVE_STATES = 16
 _TILE_RELATIVE_BYTES = 16 * 88 * 2 + 16 * HEAD_DIM * 2  # of a warp: biases, and queries
 
 Defines = tuple[tuple[str, int], ...]
-
-
-def _by_distance(bank: Tensor) -> Tensor:
-    return bank.T.contiguous().view(torch.uint8).flatten()
-
-
-def _bank_bytes(shapes: Sequence[TensorArg]) -> int:
-    (bank,) = shapes
-    return 2 * math.prod(bank.shape)
-
-
-# The bank [r, extent] in bf16 as every kernel reads it: [extent, r].
-BANK_BY_DISTANCE = Packing(("bank",), "bank_by_distance", _by_distance, _bank_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Relative:
-    """What `relative_attention` has beside `sink_attention`; sinks are of tokens and heads.
-
-    Attributes:
-        states: r, relative states of a head.
-        extent: distances with a bias.
-        has_sinks: whether heads have sinks.
-        is_gated: whether there is a gate.
-        first_key: position of the first key that there is.
-    """
-
-    states: int
-    extent: int
-    has_sinks: bool = True
-    is_gated: bool = True
-    first_key: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from inkrt.plugins.narrow import linear_rows, row_by_row
 from inkrt.plugins.registry import Arguments, Case, operator
 from inkrt.plugins.shapes import MODEL_DTYPES, Axes
 from inkrt.plugins.sigmoid_gate.op import sigmoid_gate
-from inkrt.plugins.state import attend_to_session, fit_attention
+from inkrt.plugins.state import attend_to_session, fit_attention, write_step
 
 
 def fake(
@@ -87,7 +87,7 @@ def _case(
         entries = 3 if max_pages is None else max_pages + 2
         # Of wide heads; else a few keys have all the weight, and scores are large for bfloat16.
         q_scale, bank_scale = (0.5, 0.125) if sizes else (1.0, 1.0)
-        return {
+        found: Arguments = {
             "q": normal(generator, dtype, num_rows, num_heads, head_dim, scale=q_scale),
             "k": normal(generator, dtype, num_rows, num_kv_heads, head_dim),
             "v": normal(generator, dtype, num_rows, num_kv_heads, head_dim),
@@ -109,6 +109,11 @@ def _case(
                 else None
             ),
         }
+        if sizes:  # kernels find the step's own rows there; to the reference they are nothing
+            where = (found["position"], found["num_tokens"], found["slot"], found["page_table"])
+            for rows_name in ("k", "v"):
+                write_step(found[f"{rows_name}_cache"], found[rows_name], *where)
+        return found
 
     # Five bfloat16 roundings (see above), three of them on scores that softmax exponentiates.
     # Wide heads come with thousands of keys, whose values cancel.

@@ -12,10 +12,10 @@ from cubin import resources
 from inkrt.builder.compile import compile_cubin
 from inkrt.plugins import kv_layout
 from inkrt.plugins.attention_sm90 import tactics
+from inkrt.plugins.attention_sm90.bank import BANK_BY_DISTANCE, Relative
 from inkrt.plugins.attention_sm90.relative import relative_attention_tactics
 from inkrt.plugins.attention_sm90.tactics import (
     Call,
-    Relative,
     Split,
     fast_tactic,
     sink_attention_tactics,
@@ -238,14 +238,14 @@ def test_relative_bytes() -> None:
 
 def test_the_bank_is_packed_by_distance() -> None:
     bank = torch.randn(16, 1024).bfloat16()
-    packed = tactics.BANK_BY_DISTANCE.pack(bank)
+    packed = BANK_BY_DISTANCE.pack(bank)
     shapes = [TensorArg((16, 1024), torch.bfloat16)]
     assert packed.dtype == torch.uint8
-    assert packed.shape == (tactics.BANK_BY_DISTANCE.num_bytes(shapes),)
+    assert packed.shape == (BANK_BY_DISTANCE.num_bytes(shapes),)
     by_distance = packed.view(torch.bfloat16).view(1024, 16)
     assert torch.equal(by_distance[1000], bank[:, 1000])
     assert torch.equal(by_distance.T, bank)
-    assert all(t.packings == (tactics.BANK_BY_DISTANCE,) for t in find_relative(INKLING))
+    assert all(t.packings == (BANK_BY_DISTANCE,) for t in find_relative(INKLING))
 
 
 # ---- compilation

@@ -15,9 +15,9 @@ from attention_problem import Problem, make_problem, step_arguments  # noqa: E40
 from emulator import COMPILER, Emulator  # noqa: E402
 from w4a16_backend import empty, run  # noqa: E402
 
+from inkrt.plugins.attention_sm90.bank import Relative  # noqa: E402
 from inkrt.plugins.attention_sm90.tactics import (  # noqa: E402
     Call,
-    Relative,
     Split,
     fast_tactic,
     simple_tactic,
