@@ -18,7 +18,7 @@ from w4a16_backend import Buffer, bind
 from w4a16_gpu import Gpu, cubin, time_graph
 
 from inkrt.plugins.moe.packing import VECTOR_BYTES, Format, num_bytes
-from inkrt.plugins.moe.tactics import MoeDims, moe
+from inkrt.plugins.moe.tactics import MoeDims, beside, moe
 from inkrt.plugins.tactic import Tactic
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4608, 2304, 384, 8
@@ -40,17 +40,21 @@ def dims_of(kind: Format, split: str, tp_size: int) -> MoeDims:
     )
 
 
-def tactic_of(dims: MoeDims, num_tokens: int) -> Tactic:
-    """The operator's tactic for a rank's part."""
-    return moe(
-        dims,
-        num_tokens,
-        route_scale=8.0,
-        gate_cap=4.0,
-        up_cap=25.0,
-        is_partial=True,
-        has_rank=dims.own_experts < dims.experts,
-    )
+def tactics_of(dims: MoeDims, num_tokens: int) -> list[Tactic]:
+    """The operator's tactics for a rank's part."""
+    return [
+        moe(
+            dims,
+            num_tokens,
+            route_scale=8.0,
+            gate_cap=4.0,
+            up_cap=25.0,
+            is_partial=True,
+            has_rank=dims.own_experts < dims.experts,
+            is_beside=is_beside,
+        )
+        for is_beside in beside(num_tokens)
+    ]
 
 
 class Layer:
@@ -93,9 +97,8 @@ class Layer:
             counts.append(len(chosen & set(range(first, first + self.dims.own_experts))))
         return sum(counts) / len(counts)
 
-    def times(self, num_tokens: int) -> tuple[float, float, float]:
+    def times(self, tactic: Tactic) -> tuple[float, float, float]:
         """Microseconds of a launch of both kernels, of the router and of the experts."""
-        tactic = tactic_of(self.dims, num_tokens)
         out = self.gpu.buffer(torch.empty(8, HIDDEN, device="cuda"))
         common: dict[str, Buffer] = {}
         router, experts = [], []
@@ -139,7 +142,13 @@ def main() -> None:
     args = parser.parse_args()
     gpu = Gpu(args.cubins)
     ranks = [dims_of(k, s, tp) for k in args.formats for tp in args.tp for s in args.splits]
-    kernels = [kernel for d in ranks for t in args.tokens for kernel in tactic_of(d, t).kernels]
+    kernels = [
+        kernel
+        for dims in ranks
+        for num_tokens in args.tokens
+        for tactic in tactics_of(dims, num_tokens)
+        for kernel in tactic.kernels
+    ]
     distinct = list({(k.source, k.defines): replace(k) for k in kernels}.values())
     cubin(args.cubins, distinct[0])  # imports cuda.core, which threads must not do at once
     with ThreadPoolExecutor(16) as pool:
@@ -153,13 +162,15 @@ def main() -> None:
         for num_tokens in args.tokens:
             chosen = layer.distinct(num_tokens)
             size = chosen * dims.expert_bytes
-            both, router, experts = layer.times(num_tokens)
             floor = size / BYTES_PER_US
-            _say(
-                f"{dims.kind:6} {tp_size:2} {split:7} {num_tokens} {chosen:8.1f} {size / 1e6:5.0f}"
-                f" | {both:7.1f} {floor + router_floor:6.1f} | {router:7.2f} {router_floor:6.2f} |"
-                f" {experts:7.1f} {floor:6.1f}"
-            )
+            for tactic in tactics_of(dims, num_tokens):
+                both, router, experts = layer.times(tactic)
+                _say(
+                    f"{dims.kind:6} {tp_size:2} {split:7} {num_tokens} {chosen:8.1f}"
+                    f" {size / 1e6:5.0f} | {both:7.1f} {floor + router_floor:6.1f} |"
+                    f" {router:7.2f} {router_floor:6.2f} | {experts:7.1f} {floor:6.1f}"
+                    f"  {tactic.name}"
+                )
         del layer
         torch.cuda.empty_cache()
 

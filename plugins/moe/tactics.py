@@ -37,8 +37,8 @@ MOST_HIDDEN_BYTES = 80 * 1024
 MOST_ROUTER_ROWS = 4
 # Of a multiprocessor; a block takes 1024 bytes more than it asks for.
 SM_BYTES = 228 * 1024
-# Of a thread. With one token both blocks fit: 192 x 40 + 768 x 72 of 65536 registers.
-ROUTER_REGISTERS, ONE_TOKEN_REGISTERS, REGISTERS = 40, 72, 80
+# Of a thread. Beside each other: 192 x 40 + 768 x 72 of 65536 registers.
+ROUTER_REGISTERS, REGISTERS_BESIDE, REGISTERS = 40, 72, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,20 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             up_cap=number_arg(args, "up_softcap"),
             is_partial=bool(args["partial"]),
             has_rank=args["rank"] is not None,
+            is_beside=is_beside,
         )
+        for is_beside in beside(num_tokens)
     ]
+
+
+def beside(num_tokens: int) -> tuple[bool, ...]:
+    """Values of `is_beside` for `moe`; bits are the same. Best guess first."""
+    return (True, False) if num_tokens == 1 else (False,)
 
 
 def moe(
     dims: MoeDims, num_tokens: int, *, route_scale: float, gate_cap: float, up_cap: float,
-    is_partial: bool, has_rank: bool,
+    is_partial: bool, has_rank: bool, is_beside: bool,
 ) -> Tactic:  # fmt: skip
     """Router and experts; parameters are the arguments of the operator `moe`.
 
@@ -121,6 +128,8 @@ def moe(
         up_cap: up_softcap.
         is_partial: the result is this rank's part, float32.
         has_rank: whether the rank holds whole experts.
+        is_beside: a block of the experts leaves room for the router's, and for one of what comes
+            next; else it has more weights on their way. Of one token only.
 
     Raises:
         BuildError: sizes that the kernels do not take.
@@ -152,13 +161,12 @@ def moe(
     )  # fmt: skip
     blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
-    # With one token the router's block and one of the experts stand beside each other.
-    room = SM_BYTES - 2048 - router_smem if one_token else MAX_SMEM
+    room = SM_BYTES - 2048 - router_smem if is_beside else MAX_SMEM
     fitting = [n for n in range(2, MOST_STAGES + 1) if experts_bytes(dims, rows, n, blocks) <= room]
     stages = max(fitting, default=0)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
     is_nvfp4 = dims.kind == "nvfp4"
-    registers = ONE_TOKEN_REGISTERS if one_token else REGISTERS
+    registers = REGISTERS_BESIDE if is_beside else REGISTERS
     common: tuple[Param, ...] = (
         Pointer("x"),
         scores,
@@ -201,7 +209,7 @@ def moe(
     router_size = dims.experts * dims.hidden * 4
     out_bytes = 4 if is_partial else 2
     return Tactic(
-        name="moe",
+        name="moe_beside" if is_beside else "moe",
         kernels=(router, *experts),
         bytes=ceil(dims.distinct(num_tokens) * dims.expert_bytes)
         + router_size

@@ -12,7 +12,14 @@ from cubin import resources
 from inkrt.builder.compile import compile_cubin
 from inkrt.errors import BuildError
 from inkrt.plugins.moe.packing import Format
-from inkrt.plugins.moe.tactics import MoeDims, moe
+from inkrt.plugins.moe.tactics import (
+    REGISTERS_BESIDE,
+    ROUTER_REGISTERS,
+    SM_BYTES,
+    MoeDims,
+    beside,
+    moe,
+)
 from inkrt.plugins.tactic import KernelLaunch, Scratch, Tactic
 from inkrt.plugins.w4a16.shapes import MAX_SMEM
 
@@ -28,7 +35,7 @@ def tactic(dims: MoeDims, num_tokens: int) -> Tactic:
     has_rank = dims.own_experts < dims.experts
     return moe(
         dims, num_tokens, route_scale=8.0, gate_cap=4.0, up_cap=25.0,
-        is_partial=dims is not NANO, has_rank=has_rank,
+        is_partial=dims is not NANO, has_rank=has_rank, is_beside=beside(num_tokens)[0],
     )  # fmt: skip
 
 
@@ -90,6 +97,15 @@ def test_all_widths_fit_and_blocks_are_resident_at_once(
     assert router.grid[0] * 3 >= dims.experts
     # What a block has on its way: about twice what the latency of the memory asks for.
     assert in_flight(experts) > 60_000
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dims", [SLICE, WHOLE, NARROW, replace(SLICE, width=1152)])
+def test_one_tokens_blocks_fit_beside_each_other(dims: MoeDims, kind: Format) -> None:
+    router, experts = tactic(replace(dims, kind=kind), 1).kernels
+    assert router.smem_bytes + experts.smem_bytes + 2048 <= SM_BYTES
+    registers = router.block[0] * ROUTER_REGISTERS + experts.block[0] * REGISTERS_BESIDE
+    assert registers <= 65536
 
 
 def in_flight(kernel: KernelLaunch) -> int:
