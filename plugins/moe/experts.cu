@@ -8,8 +8,8 @@
 //
 // A tile's K is in slices of SLICE vectors. Of a block's tiles each warp takes whole ones, as long
 // as there is one for every warp; the slices of the rest are shared by all warps. Either way the
-// slices' sums are added as `strided_sum` adds them. An expert's K of the output is in parts of PART
-// vectors, one warp's each, added the same way. So bits depend on neither T nor BLOCKS.
+// slices' sums are added as `strided_sum` adds them. An expert's K of the output is in parts of
+// PART vectors, one warp's each, added the same way. So bits depend on neither T nor BLOCKS.
 #include "stages.cuh"
 #include "top_k.cuh"
 

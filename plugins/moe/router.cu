@@ -55,8 +55,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       const int piece = p * THREADS + tid;
-      v[t][p] = piece < HIDDEN / 4 && t < T ? load_act8(x + (size_t)(first + t) * HIDDEN + piece * 4)
-                                            : make_uint2(0, 0);
+      const bf16* const from = x + (size_t)(first + t) * HIDDEN + piece * 4;
+      v[t][p] = piece < HIDDEN / 4 && t < T ? load_act8(from) : make_uint2(0, 0);
     }
   __syncthreads();  // the barrier is there
   mbar_wait(&sm.bar, 0, error);

@@ -1,9 +1,9 @@
 // Experts' weights: vectors of 16 rows x 64 k, each with its scales, 1..8 tokens, bf16 activations.
 //
-// A matrix is [row tile][k / 64] vectors (moe/packing.py packs it; k is padded with zeros), so a row
-// tile is one contiguous stream and any number of vectors of it is one piece. As in w4a16.cuh, lane
-// 4g + t owns rows g and g + 8 and k = 16 t .. + 15 of a vector, and the B operand of a vector is 32
-// contiguous bytes of the token's row:
+// A matrix is [row tile][k / 64] vectors (moe/packing.py packs it; k is padded with zeros), so a
+// row tile is one contiguous stream and any number of vectors of it is one piece. As in w4a16.cuh,
+// lane 4g + t owns rows g and g + 8 and k = 16 t .. + 15 of a vector, and the B operand of a vector
+// is 32 contiguous bytes of the token's row:
 //   NVFP4,  576 bytes: codes [lane][16 B], then scales [lane][row g, row g+8], e5m3
 //   bf16,  2048 bytes: [mma][lane][16 B]
 //   MXFP8, 1056 bytes: codes [mma / 2][lane][16 B], then exponents [g][k / 32][row g, row g+8]
