@@ -141,10 +141,9 @@ def test_ranks_agree_with_the_references(emulator: Emulator, num_ranks: int, rev
         emulator.library(job.kernel)
 
     def run(rank: int) -> None:
+        emulator.reverse = reverse and rank > 0
         for job in jobs:
-            together = not job.best  # static shared memory is of one block
-            values = values_of(job, rank, ranks)
-            run_kernel(emulator, job.kernel, values, together=together, reverse=reverse)
+            run_kernel(emulator, job.kernel, values_of(job, rank, ranks))
 
     run_ranks(num_ranks, run)
     assert [int(error[0]) for error in ranks.errors] == [0] * num_ranks
