@@ -101,6 +101,7 @@ def make_jobs(memory: SharedMemory, num_ranks: int, count: int) -> list[Job]:
         rows(3, 7, num_ranks * 7),
         rows(2, 8, num_ranks * 8),
         rows(2, 12, num_ranks * 12 - 5, best=True),
+        rows(3, 1032, num_ranks * 1032 - 7, best=True),  # three blocks
     ]
     return [kinds[number]() for number in generator.integers(len(kinds), size=count)]
 
