@@ -18,6 +18,16 @@ INK_DEVICE uint4 load_quad(const u32* x, u32 q, u32 count) {
   return make_uint4(load_act4(x + q * 4), q * 4 + 1 < count ? load_act4(x + q * 4 + 1) : 0,
                     q * 4 + 2 < count ? load_act4(x + q * 4 + 2) : 0, 0);
 }
+// This thread's quads; with HAS_BEST row by row. A block waits for the same blocks of other ranks.
+template <class F>
+INK_DEVICE void for_quads(u32 rows, u32 quads, u32 first, u32 count, F f) {
+  if (HAS_BEST) {
+    for (u32 row = 0; row < rows; row++)
+      for (u32 i = first; i < ROW_WORDS / 4; i += count) f(row * (ROW_WORDS / 4) + i);
+  } else {
+    for (u32 q = first; q < quads; q += count) f(q);
+  }
+}
 #if HAS_BEST
 INK_DEVICE void keep_quad(Choice& best, const uint4& v, u32 column) {
 #pragma unroll
@@ -39,8 +49,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   uint4 v = make_uint4(0, 0, 0, 0);
   if (first < quads) v = load_quad(x, first, words);
   exchange.ready();
-  for (u32 q = first; q < quads; q += count)
+  for_quads(rows, quads, first, count, [&](u32 q) {
     exchange.send16(q * 16, q == first ? v : load_quad(x, q, words));
+  });
   exchange.clear(first, count);
   __syncthreads();
   exchange.end(quads * 16, gridDim.x, THREADS);
@@ -81,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
 #else
-  for (u32 q = first; q < quads; q += count) {
+  for_quads(rows, quads, first, count, [&](u32 q) {
     uint4 parts[RANKS];
     exchange.receive16(q * 16, load_quad(x, q, words), parts);
 #pragma unroll
@@ -98,6 +109,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           out[(size_t)(word / ROW_WORDS) * COLUMNS + column] = word_of(parts[r], k);
       }
     }
-  }
+  });
 #endif
 }

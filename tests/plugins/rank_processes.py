@@ -1,6 +1,5 @@
 """Ranks as processes that share memory, each running kernels on the CPU thread by thread."""
 
-import ctypes
 import mmap
 import os
 import sys
@@ -15,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "perf/kernels"), str(Path(__file__).parent / "cuda_on_cpu")]
 
 from emulator import COMPILER, Emulator  # noqa: E402, F401
-from w4a16_backend import Buffer, kernel_cells  # noqa: E402
+from w4a16_backend import Buffer  # noqa: E402
 
 from inkrt.plugins.tactic import KernelLaunch  # noqa: E402
 from inkrt.runtime.executor.peers import (  # noqa: E402
@@ -91,21 +90,10 @@ def run_kernel(
     emulator: Emulator,
     kernel: KernelLaunch,
     values: Sequence[NDArray[np.generic] | int | float],
-    *,
-    together: bool = True,
-    reverse: bool = False,
 ) -> None:
-    """Run a kernel to its end; see `Emulator.launch`."""
-    cells = kernel_cells(
-        [Buffer(x.ctypes.data, x.nbytes, x) if isinstance(x, np.ndarray) else x for x in values]
-    )
-    pointers = (ctypes.c_void_p * len(cells))(
-        *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
-    )
-    emulator.library(kernel).emu_run(
-        kernel.grid[0], kernel.block[0], 1, ctypes.c_size_t(kernel.smem_bytes), int(reverse),
-        int(together), pointers,
-    )  # fmt: skip
+    """Run a kernel to its end on memory that is there already."""
+    given = [Buffer(x.ctypes.data, x.nbytes, x) if isinstance(x, np.ndarray) else x for x in values]
+    emulator.launch(kernel, given, [])
 
 
 def run_ranks(num_ranks: int, function: Callable[[int], None]) -> None:

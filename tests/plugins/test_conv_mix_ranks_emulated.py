@@ -149,13 +149,13 @@ def test_ranks_agree_with_the_reference_and_tactics_in_bits(
             emulator.library(kernel)
 
         def run(rank: int, tactic=tactic, memories=memories, places=places) -> None:  # type: ignore[no-untyped-def]
+            emulator.reverse = rank % 2 == 1
             for of_launch in memories:
                 for index, kernel in enumerate(tactic.kernels):
                     values = of_launch[rank].values(
                         tactic, index, places.tables[rank], places.errors[rank]
                     )
-                    together = kernel.entry in ("conv_mix_ranks", "all_reduce") or num_rows <= 8
-                    run_kernel(emulator, kernel, values, together=together, reverse=rank % 2 == 1)
+                    run_kernel(emulator, kernel, values)
 
         run_ranks(ranks, run)
         assert [int(error[0]) for error in places.errors] == [0] * ranks

@@ -101,6 +101,7 @@ def make_jobs(memory: SharedMemory, num_ranks: int, count: int) -> list[Job]:
         rows(3, 7, num_ranks * 7),
         rows(2, 8, num_ranks * 8),
         rows(2, 12, num_ranks * 12 - 5, best=True),
+        rows(3, 1032, num_ranks * 1032 - 7, best=True),  # three blocks
     ]
     return [kinds[number]() for number in generator.integers(len(kinds), size=count)]
 
@@ -141,10 +142,9 @@ def test_ranks_agree_with_the_references(emulator: Emulator, num_ranks: int, rev
         emulator.library(job.kernel)
 
     def run(rank: int) -> None:
+        emulator.reverse = reverse and rank > 0
         for job in jobs:
-            together = not job.best  # static shared memory is of one block
-            values = values_of(job, rank, ranks)
-            run_kernel(emulator, job.kernel, values, together=together, reverse=reverse)
+            run_kernel(emulator, job.kernel, values_of(job, rank, ranks))
 
     run_ranks(num_ranks, run)
     assert [int(error[0]) for error in ranks.errors] == [0] * num_ranks
