@@ -1,0 +1,172 @@
+"""Steps of a small Inkling-2 on two ranks: its GPU kernels on the CPU, launch by launch.
+
+Ranks are processes and threads are fibers; the same engine for the CPU says what must come out.
+"""
+
+import ast
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from rank_processes import COMPILER, Emulator, Ranks, SharedMemory, run_kernel, run_ranks
+
+from inkrt.builder.build import build_engine
+from inkrt.builder.options import BuildOptions
+from inkrt.plugins.tactic import KernelLaunch, Scratch
+from inkrt.runtime.engine import Engine
+from inkrt.runtime.engine_file import EngineCode, EngineConfig, read_code, read_config
+from inkrt.runtime.executor import Sampling
+from inkrt.runtime.plan import (
+    DTYPE_BYTES,
+    Kernel,
+    PeersParam,
+    Plan,
+    TensorParam,
+    TensorSpec,
+    slot_bytes,
+    weight_specs,
+)
+
+pytest.importorskip("inkrt.plugins.allreduce_conv_mix.tactics")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU"),
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
+MODEL = Path(__file__).parents[2] / "engines/nano/checkpoint/config.json"
+STEPS = (("decode", [5], 0), ("verify3", [700, 33, 1234], 1), ("decode", [8], 4))
+# A launch of a bf16 model that adds in another order.
+NEAR = 2e-2
+
+
+def build(folder: Path, target: str) -> Path:
+    options = BuildOptions(
+        target=target, tp_size=2, max_seq_len=512, weights="dummy", spec="none",
+        keep_intermediates=True,
+    )  # fmt: skip
+    build_engine(folder / "model", folder / target, options)
+    return folder / target
+
+
+class Rank:
+    """One rank's memory, and its kernels."""
+
+    def __init__(
+        self, emulator: Emulator, memory: SharedMemory, code: EngineCode, config: EngineConfig,
+        rank: int, ranks: Ranks,
+    ) -> None:  # fmt: skip
+        self.emulator, self.code, self.rank, self.ranks = emulator, code, rank, ranks
+        specs = weight_specs(code.plans)
+        self.named: dict[tuple[str, str], NDArray[np.uint8]] = {
+            ("weight", name): memory.put(
+                np.resize(np.frombuffer(code.templates[kind], np.uint8), size_of(specs[name]))
+            )
+            for name, kind in code.template_of.items()
+        }
+        for buffer in config.state.buffers:
+            size = math.prod(buffer.shape) * DTYPE_BYTES[buffer.dtype]
+            self.named["state", buffer.name] = memory.empty(size)
+        arena = max(plan.arena_bytes for plan in code.plans.values())
+        self.named["arena", ""] = memory.empty(arena, 0x3C)
+        self.scratch: dict[str, NDArray[np.uint8]] = {}
+        for step in {name for name, _, _ in STEPS}:
+            plan = code.plans[step]
+            self.scratch[step] = memory.empty(max(plan.scratch_bytes, 16))
+            for fill in plan.fills:
+                self.scratch[step][fill.offset : fill.offset + fill.size] = fill.value
+            for name in plan.inputs:
+                if ("input", name) not in self.named:
+                    self.named["input", name] = memory.empty(4096)
+
+    def bytes_of(self, step: str, spec: TensorSpec) -> NDArray[np.uint8]:
+        if spec.space == "scratch" and spec.name.startswith("error."):
+            return self.ranks.errors[self.rank].view(np.uint8)
+        is_scratch = spec.space == "scratch"
+        memory = self.scratch[step] if is_scratch else self.named[spec.space, spec.storage]
+        return memory[spec.offset : spec.offset + size_of(spec)]
+
+    def kernel(self, plan: Plan, kernel: Kernel) -> KernelLaunch:
+        """With the scratch by which the emulator knows that blocks wait for each other."""
+        source, defines = ast.literal_eval(self.code.cubins[kernel.cubin].decode())
+        specs = [plan.tensors[p.tensor] for p in kernel.params if isinstance(p, TensorParam)]
+        scratch = tuple(
+            Scratch(spec.name.rpartition(".")[0], 0) for spec in specs if spec.dtype == "uint8"
+        )
+        launch = KernelLaunch(Path(source), kernel.entry, defines, kernel.grid, kernel.block, ())
+        return replace(launch, params=scratch, cluster=kernel.cluster, smem_bytes=kernel.smem_bytes)
+
+    def run(self, step: str, tokens: Sequence[int], position: int) -> None:
+        plan = self.code.plans[step]
+        given = {
+            "tokens": tokens, "position": [position], "num_tokens": [len(tokens)],
+            "rank": [self.rank], "page_table": range(8), "top_p": [1.0],
+        }  # fmt: skip
+        for name, index in plan.inputs.items():
+            memory, dtype = self.named["input", name], np.dtype(plan.tensors[index].dtype)
+            data = np.array(list(given.get(name, [])), dtype).view(np.uint8)
+            memory[:] = 0
+            memory[: data.size] = data
+        for launch in plan.launches:
+            for kernel in launch.kernels:
+                values = [
+                    self.bytes_of(step, plan.tensors[param.tensor])
+                    if isinstance(param, TensorParam)
+                    else self.ranks.tables[self.rank]
+                    if isinstance(param, PeersParam)
+                    else param.value  # type: ignore[union-attr]
+                    for param in kernel.params
+                ]
+                run_kernel(self.emulator, self.kernel(plan, kernel), values)
+
+
+def size_of(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+
+
+def test_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_cubin(source: Path, defines: Sequence[object], _target: str) -> bytes:
+        return repr((str(source), tuple(defines))).encode()
+
+    monkeypatch.setattr("inkrt.builder.compile.compile_cubin", compile_cubin)
+    monkeypatch.setattr("inkrt.builder.build.compile_cubin", compile_cubin)
+    model = {k: v for k, v in json.loads(MODEL.read_text()).items() if not k.startswith("dspark")}
+    model |= {"num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"]}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(model))
+    expected: list[list[list[torch.Tensor]]] = []
+    with Engine.open(build(tmp_path, "cpu")) as engine, engine.session() as session:
+        engine.executor.observer = lambda _, __, outputs: expected[-1].append(  # type: ignore[attr-defined]
+            [x.clone() for x in outputs]
+        )
+        for _, tokens, _ in STEPS:
+            expected.append([])
+            session.step(tokens, Sampling())
+    folder = build(tmp_path, "sm_90a")
+    config, codes = read_config(folder), [read_code(folder, rank) for rank in range(2)]
+    memory, emulator = SharedMemory(1 << 27), Emulator(tmp_path)
+    ranks = Ranks(memory, 2, slot_bytes(codes[0].plans.values()))
+    both = [Rank(emulator, memory, codes[rank], config, rank, ranks) for rank in range(2)]
+    for plan in (codes[0].plans[step] for step, _, _ in STEPS):
+        for launch in plan.launches:
+            for kernel in launch.kernels:
+                emulator.library(both[0].kernel(plan, kernel))
+    for (step, tokens, position), wanted in zip(STEPS, expected, strict=True):
+        run_ranks(2, lambda rank, now=(step, tokens, position): both[rank].run(*now))  # type: ignore[misc]
+        assert [int(error[0]) for error in ranks.errors] == [0, 0]
+        plan = codes[0].plans[step]
+        for launch, outputs in zip(plan.launches, wanted, strict=True):
+            for index, want in zip(launch.outputs, outputs, strict=True):
+                spec = plan.tensors[index]
+                data = torch.from_numpy(both[0].bytes_of(step, spec).copy())
+                got = data.view(want.dtype).view(want.shape).double()
+                error = (got - want.double()).norm() / want.double().norm().clamp(min=1e-30)
+                assert error < NEAR, (step, launch.op, launch.module, float(error))
+        for index in plan.outputs.values():
+            first, second = (rank.bytes_of(step, plan.tensors[index]) for rank in both)
+            assert np.array_equal(first, second)
