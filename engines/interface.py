@@ -41,6 +41,15 @@ class Sharding:
     moe_split: Literal["experts", "width"]
 
 
+def vocabulary_share(size: int, tp_size: int) -> int:
+    """Rows that each rank has of a projection to `size` tokens; the last ones may be padding.
+
+    Ranks that exchange logits do so in vectors of four.
+    """
+    share = -(-size // tp_size)
+    return share if tp_size == 1 else -(-share // 4) * 4
+
+
 @dataclass(frozen=True, slots=True)
 class StateOptions:
     """How much state an engine holds.

@@ -8,7 +8,7 @@ the rows of the vocabulary projection (padded there, cropped here).
 
 from dataclasses import dataclass
 
-from inkrt.engines.interface import Part, Sharding, WeightSource
+from inkrt.engines.interface import Part, Sharding, WeightSource, vocabulary_share
 from inkrt.errors import CheckpointError
 
 PUBLISHER_ROOT = "model.llm."
@@ -93,7 +93,7 @@ class RankMap:
             used: tokens that can be sampled; ranks share them unevenly, with rows of padding.
             width: columns.
         """
-        share = -(-used // self.tp_size)
+        share = vocabulary_share(used, self.tp_size)
         first = min(self.rank * share, used)
         last = min(first + share, used)
         part = Part(name, (stored, width), (slice(first, last), slice(None)))

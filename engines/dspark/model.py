@@ -29,7 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from inkrt.engines.dspark.config import DraftLayerConfig, DSparkConfig
-from inkrt.engines.interface import DraftTarget, StateBuffer, StateOptions, StepInputs
+from inkrt.engines.interface import (
+    DraftTarget,
+    StateBuffer,
+    StateOptions,
+    StepInputs,
+    vocabulary_share,
+)
 from inkrt.engines.parts import ink, parameter
 
 
@@ -269,7 +275,7 @@ class DraftStep(nn.Module):
         if config.applies_embed_norm:
             self.embed_norm = parameter(hidden, dtype=dtype)
         if not config.has_own_unembed:
-            shard = -(-target.unpadded_vocab_size // tp_size)
+            shard = vocabulary_share(target.unpadded_vocab_size, tp_size)
             self.unembed = parameter(shard, hidden, dtype=dtype)
         self.drafter = Drafter(config, dtype, state)
 

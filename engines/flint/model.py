@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from inkrt.engines.flint.config import FlintConfig
 from inkrt.engines.flint.parts import Matrix
-from inkrt.engines.interface import Sharding, StateBuffer, StateOptions, StepInputs, ring_tokens
+from inkrt.engines.interface import (
+    Sharding,
+    StateBuffer,
+    StateOptions,
+    StepInputs,
+    ring_tokens,
+    vocabulary_share,
+)
 from inkrt.engines.parts import ink, parameter
 
 
@@ -191,7 +198,7 @@ class Flint(nn.Module):
             for layer in range(config.num_hidden_layers)
         )
         self.norm = parameter(hidden, dtype=dtype)
-        shard = -(-config.vocab_size // self.tp_size)
+        shard = vocabulary_share(config.vocab_size, self.tp_size)
         self.lm_head = Matrix(shard, hidden, dtype=dtype, is_nvfp4=config.has_nvfp4_head)
 
     def row_parallel_weights(self) -> frozenset[str]:

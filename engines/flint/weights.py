@@ -12,7 +12,7 @@ must be equal: queries, keys and values; gate and up.
 from dataclasses import dataclass
 
 from inkrt.engines.flint.config import FlintConfig
-from inkrt.engines.interface import Part, Sharding, WeightSource
+from inkrt.engines.interface import Part, Sharding, WeightSource, vocabulary_share
 from inkrt.errors import CheckpointError
 from inkrt.plugins.nvfp4 import BLOCK
 
@@ -129,7 +129,7 @@ class _Map:
         config = self.config
         names = {ours: pair[self.is_gguf] for ours, pair in _MODEL_NAMES.items()}
         shape = (config.vocab_size, config.hidden_size)
-        share = -(-config.vocab_size // self.tp_size)
+        share = vocabulary_share(config.vocab_size, self.tp_size)
         first = min(self.rank * share, config.vocab_size)
         last = min(first + share, config.vocab_size)
         head = _Piece(names["lm_head"], shape, (slice(first, last), slice(None)))

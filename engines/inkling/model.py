@@ -16,7 +16,14 @@ from inkrt.engines.inkling.config import InklingConfig
 from inkrt.engines.inkling.layer import Layer
 from inkrt.engines.inkling.mtp import Chain
 from inkrt.engines.inkling.vocabulary import embed, project
-from inkrt.engines.interface import MtpConfig, Sharding, StateBuffer, StateOptions, StepInputs
+from inkrt.engines.interface import (
+    MtpConfig,
+    Sharding,
+    StateBuffer,
+    StateOptions,
+    StepInputs,
+    vocabulary_share,
+)
 from inkrt.engines.parts import ink, parameter
 
 _ROW_PARALLEL = (".attn.wo", ".mlp.down", ".mlp.shared_down")
@@ -56,7 +63,7 @@ class Inkling(nn.Module):
             for layer in range(config.num_hidden_layers)
         )
         self.norm = parameter(config.hidden_size, dtype=dtype)
-        shard = -(-config.unpadded_vocab_size // self.tp_size)
+        shard = vocabulary_share(config.unpadded_vocab_size, self.tp_size)
         self.unembed = parameter(shard, config.hidden_size, dtype=dtype)
         self.drafter = Chain(config, mtp, dtype, state) if mtp else None
 

@@ -46,6 +46,7 @@ from inkrt.engines.interface import (
     StateOptions,
     StepInputs,
     ring_tokens,
+    vocabulary_share,
 )
 from inkrt.engines.parts import ink, parameter
 
@@ -167,7 +168,7 @@ class ChainStep(nn.Module):
         self.dtype = dtype
         self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         self.embed_norm = parameter(config.hidden_size, dtype=dtype)
-        shard = -(-config.unpadded_vocab_size // self.tp_size)
+        shard = vocabulary_share(config.unpadded_vocab_size, self.tp_size)
         self.unembed = parameter(shard, config.hidden_size, dtype=dtype)
         self.drafter = Chain(config, mtp, dtype, state)
 

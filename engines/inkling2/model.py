@@ -19,7 +19,13 @@ from inkrt.engines.dspark.model import Drafter, DraftStep
 from inkrt.engines.inkling2.attention import Attention
 from inkrt.engines.inkling2.config import Inkling2Config, draft_target
 from inkrt.engines.inkling2.parts import ShortConv, expert_matrices, operator_parts
-from inkrt.engines.interface import Sharding, StateBuffer, StateOptions, StepInputs
+from inkrt.engines.interface import (
+    Sharding,
+    StateBuffer,
+    StateOptions,
+    StepInputs,
+    vocabulary_share,
+)
 from inkrt.engines.parts import ink, parameter
 
 # Epsilon of the norms inside the residual mix: the reference's constant, not rms_norm_eps.
@@ -181,7 +187,7 @@ class Inkling2(nn.Module):
         self.output_input = MixedInput(
             config.hidden_size, 1, config.rms_norm_eps, dtype, has_mix=True
         )
-        shard = -(-config.unpadded_vocab_size // self.tp_size)
+        shard = vocabulary_share(config.unpadded_vocab_size, self.tp_size)
         self.unembed = parameter(shard, config.hidden_size, dtype=dtype)
         self.drafter = Drafter(drafter, dtype, state) if drafter else None
 

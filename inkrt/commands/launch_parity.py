@@ -88,8 +88,10 @@ def compare_launches(
         for number in _written(launch):
             want = expected[index][number]
             got = _read(gpu.executor, plan, launch.outputs[number], want)
-            if len(want) == plan.num_tokens:
-                got, want = got[: len(tokens)], want[: len(tokens)]
+            if plan.num_tokens in want.shape[:2]:  # [T, ...], or [m, T, ...] of a stack
+                rows = slice(len(tokens))
+                where = (rows,) if len(want) == plan.num_tokens else (slice(None), rows)
+                got, want = got[where], want[where]
             error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)
             distances.append(LaunchDistance(index, launch.op, launch.module, number, float(error)))
     return distances

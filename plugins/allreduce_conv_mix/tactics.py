@@ -1,9 +1,10 @@
-"""How `allreduce_conv_mix` runs on a GPU, on a single rank, and the mix that others share."""
+"""How `allreduce_conv_mix` runs on a GPU, and the mix that others share."""
 
 from pathlib import Path
 
 import torch
 
+from inkrt.plugins.allreduce_conv_mix import ranks
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.short_conv.tactics import STEP, TAPS, is_wide, ring_defines, ring_write
 from inkrt.plugins.tactic import (
@@ -87,7 +88,9 @@ def mix_defines(
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
-    """Kernels of one rank for up to nine former sources and three queries, in bf16."""
+    """Kernels for up to nine former sources and three queries, in bf16."""
+    if args["tp_size"] != 1:
+        return ranks.find_tactics(target, args, find_tactics)
     partial, state = tensor_arg(args, "partial"), tensor_arg(args, "conv_state")
     former, norms = tensor_list_arg(args, "sources"), tensor_list_arg(args, "norm_weights")
     residual, queries = args["residual"], tensor_arg(args, "queries")
