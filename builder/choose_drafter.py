@@ -102,8 +102,8 @@ def require_buildable(
         )
     if target != "cpu" and tp_size > 1:
         raise ConfigError(
-            f"the drafter ({drafter.method}) cannot be built for {tp_size} ranks of target {target} "
-            f"by this version, only for one; leave it out with --spec none"
+            f"the drafter ({drafter.method}) cannot be built for {tp_size} ranks of target "
+            f"{target} by this version, only for one; leave it out with --spec none"
         )
     if drafter.method == "dspark" and definition.drafting is None:
         raise ConfigError(

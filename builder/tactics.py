@@ -17,7 +17,7 @@ from inkrt.builder.rewrite import arguments, module_path
 from inkrt.builder.timing_cache import DEVICES, KernelDigests, TimingCache
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Plugin
-from inkrt.plugins.tactic import CallArgs, Tactic, TensorArg
+from inkrt.plugins.tactic import CallArgs, Tactic, TensorArg, strides_of_view
 
 
 class TacticChooser:
@@ -88,7 +88,8 @@ def call_args(values: dict[str, Any]) -> CallArgs:
     """The arguments of a call, nodes or constants by parameter name, as tactics see them."""
 
     def tensor(value: Tensor) -> TensorArg:
-        return TensorArg(tuple(value.shape), value.dtype)
+        strides = strides_of_view(value.shape, value.stride())
+        return TensorArg(tuple(value.shape), value.dtype, strides)
 
     args: CallArgs = {}
     for name, value in values.items():

@@ -21,10 +21,27 @@ GPU_TARGETS = (HOPPER, BLACKWELL)
 
 @dataclass(frozen=True, slots=True)
 class TensorArg:
-    """Shape and dtype of a tensor argument or output, known at build time."""
+    """Shape and dtype of a tensor argument or output, known at build time.
+
+    Attributes:
+        shape: sizes.
+        dtype: of an element.
+        strides: in elements, of a view whose elements do not stand one behind the other; else None.
+    """
 
     shape: Shape
     dtype: torch.dtype
+    strides: Shape | None = None
+
+
+def strides_of_view(shape: Sequence[int], strides: Sequence[int]) -> Shape | None:
+    """What `TensorArg.strides` says of a tensor."""
+    dense = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != dense:
+            return tuple(strides)
+        dense *= size
+    return None
 
 
 # An argument of an operator call; lists of tensors and of numbers stay lists.

@@ -34,7 +34,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     max_pages = tensor_arg(args, "page_table").shape[0]
     group, num_heads, dim = q.shape
     _, page_tokens, kv_heads, _ = k_cache.shape
-    fits = q.dtype == torch.bfloat16 and page_tokens == PAGE_TOKENS and has_layout(dim)
+    is_dense = all(tensor_arg(args, name).strides is None for name in ("q", "k", "v"))
+    fits = q.dtype == torch.bfloat16 and page_tokens == PAGE_TOKENS and has_layout(dim) and is_dense
     if target not in GPU_TARGETS or not fits or group > _MOST_ROWS or dim > _MOST_DIM:
         return []
     window, has_sinks = int(number_arg(args, "window")), args["sinks"] is not None

@@ -111,6 +111,7 @@ def test_models_without_taps_refuse_a_drafter(tmp_path: Path) -> None:
 def test_ranks_on_gpus_refuse_a_drafter(make: Make, spec: Literal["auto", "dspark"]) -> None:
     options = dataclasses.replace(OPTIONS, target="sm_90a", tp_size=2, spec=spec)
     with pytest.raises(
-        ConfigError, match=r"drafter \(dspark\) cannot be built for 2 ranks of target sm_90a .*--spec none"
+        ConfigError,
+        match=r"drafter \(dspark\) cannot be built for 2 ranks of target sm_90a .*--spec none",
     ):
         prepare(Checkpoint(make("embedded")), options)

@@ -1,4 +1,4 @@
-"""Kernels of `draft_attention` and `draft_head` on the CPU, thread by thread, against the references."""
+"""Kernels of `draft_attention` and `draft_head` on the CPU, thread by thread."""
 
 import sys
 from pathlib import Path
