@@ -17,7 +17,7 @@ from inkrt.builder.rewrite import arguments, module_path
 from inkrt.builder.timing_cache import DEVICES, KernelDigests, TimingCache
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Plugin
-from inkrt.plugins.tactic import CallArgs, Tactic, TensorArg, strides_of_view
+from inkrt.plugins.tactic import CallArgs, Tactic, TensorArg
 
 
 class TacticChooser:
@@ -88,8 +88,7 @@ def call_args(values: dict[str, Any]) -> CallArgs:
     """The arguments of a call, nodes or constants by parameter name, as tactics see them."""
 
     def tensor(value: Tensor) -> TensorArg:
-        strides = strides_of_view(value.shape, value.stride())
-        return TensorArg(tuple(value.shape), value.dtype, strides)
+        return TensorArg(tuple(value.shape), value.dtype)
 
     args: CallArgs = {}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Kernels of `draft_attention` and `draft_head` on the CPU, thread by thread."""
+"""Kernels of `draft_attention` and `draft_head`, thread by thread, are as the references."""
 
 import sys
 from pathlib import Path
