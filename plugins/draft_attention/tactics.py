@@ -76,6 +76,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             Pointer("position"),
             sums,
             state,
+            Scratch("error", 4, fill=0),
             Float32(number_arg(args, "scale") * _LOG2_E),
         ),
         smem_bytes=(_STAGES + 1) * tile_pair + groups * 16 * tiles * 8 + 8 * _STAGES,
@@ -84,7 +85,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         source=_FOLDER / "merge.cu",
         entry="merge",
         defines=(*defines, ("SINKS", int(has_sinks))),
-        grid=(-(-kv_heads * rows // _MERGE_WARPS), 1, 1),
+        grid=(kv_heads * rows, 1, 1),
         block=(32 * _MERGE_WARPS, 1, 1),
         params=(
             sums,
@@ -93,6 +94,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             Pointer("position"),
             Output(),
         ),
+        smem_bytes=_MERGE_WARPS * dim * 4,
     )
     # Of the context as many keys as can be read, as the arguments say it.
     keys = min(window, max_pages * PAGE_TOKENS) if window else max_pages * PAGE_TOKENS
