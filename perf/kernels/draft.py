@@ -4,10 +4,10 @@
     PYTHONPATH=. python perf/kernels/draft.py --check [--verbose]
     PYTHONPATH=. python perf/kernels/draft.py --time
 
-Times are of a chain of launches in a graph: five layers of `draft_attention`, each with a cache of its
-own, and one whole `draft_head`, at the full size of Inkling-2-Small (its hidden rows, vocabulary and
-heads; the drafter's sizes are those published for others). A floor is bytes over 4.55 TB/s; what of
-the second table stays in the L2 from row to row is not in it. Exit status 1: a check failed.
+Times are of a chain of launches in a graph: five layers of `draft_attention`, each with a cache of
+its own, and one whole `draft_head`, at the full size of Inkling-2-Small (its hidden rows,
+vocabulary and heads; the drafter's sizes are those published for others). A floor is bytes over
+4.55 TB/s; `table_us` is that of the second table, once. Exit status 1: a check failed.
 """
 
 import argparse

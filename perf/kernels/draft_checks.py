@@ -18,7 +18,7 @@ from inkrt.builder.tactics import find_tactics
 from inkrt.plugins.draft_sample.op import draw_draft
 from inkrt.plugins.kv_layout import PAGE_TOKENS, pack
 from inkrt.plugins.registry import Arguments, Case, plugins
-from inkrt.plugins.tactic import CallArg, CallArgs, Tactic, TensorArg
+from inkrt.plugins.tactic import CallArg, CallArgs, Tactic, TensorArg, strides_of_view
 
 Report = Callable[[str, bool, str], None]
 REQUEST = ("is_coupled", "temperature", "top_k", "top_p", "min_p", "seed", "position")
@@ -58,7 +58,8 @@ def call_args(arguments: Arguments) -> CallArgs:
 
     def described(value: object) -> CallArg:
         if isinstance(value, Tensor):
-            return TensorArg(tuple(value.shape), value.dtype)
+            strides = strides_of_view(value.shape, value.stride())
+            return TensorArg(tuple(value.shape), value.dtype, strides)
         assert value is None or isinstance(value, bool | int | float | str)
         return value
 
@@ -66,8 +67,13 @@ def call_args(arguments: Arguments) -> CallArgs:
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """A tensor's bytes."""
-    return tensor.contiguous().view(torch.uint8).flatten().numpy()
+    """A tensor's bytes; of a view of rows, those between its rows too, NaN."""
+    if tensor.is_contiguous():
+        return tensor.view(torch.uint8).flatten().numpy()
+    rows, width = tensor.shape[0], tensor.stride(0)
+    whole = torch.full((rows, width), torch.nan, dtype=tensor.dtype)
+    whole[:, : tensor.shape[1]] = tensor
+    return whole.view(torch.uint8).flatten().numpy()
 
 
 def run_call(backend: Backend, call: Call) -> tuple[Tensor, ...]:

@@ -102,7 +102,8 @@ INK_DEVICE void attend_page(Sums& sums, const u32 (&q)[DIM / 16][4], const u8* k
 // scale: in powers of two. o [KV_HEADS][PARTS][ROWS][DIM], ml [KV_HEADS][PARTS][ROWS][2].
 extern "C" __global__ void __launch_bounds__(THREADS)
     attend(const bf16* q, const bf16* k, const bf16* v, const u8* k_cache, const u8* v_cache,
-           const int* page_table, const int* position, float* o, float* ml, float scale) {
+           const int* page_table, const int* position, float* o, float* ml, int* error,
+           float scale) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int part = blockIdx.x % PARTS, kv_head = blockIdx.x / PARTS % KV_HEADS;
@@ -118,6 +119,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (thread == 0)
     for (int i = begin; i < end && i < begin + STAGES; i++)
       load_page(sm, k_cache, v_cache, page_table, pages.first + i, kv_head, i - begin);
+  if (part == 0)
+    for (int i = GROUP * DIMS + thread; i < PAGE * DIMS; i += THREADS) {
+      const int to = Tile::chunk(i / DIMS, i % DIMS);
+      *(uint4*)(sm.k[STAGES] + to) = *(uint4*)(sm.v[STAGES] + to) = make_uint4(0, 0, 0, 0);
+    }
   pdl_wait();
   if (begin == end && part > 0) return;
 
@@ -138,12 +144,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             row[i] < ROWS ? load_act4(q + head * DIM + 16 * j + 8 * half + lane % 4 * 2) : 0;
   }
   if (part == 0) {
-    for (int i = thread; i < PAGE * DIMS; i += THREADS) {
+    for (int i = thread; i < GROUP * DIMS; i += THREADS) {
       const int token = i / DIMS, chunk = i % DIMS, to = Tile::chunk(token, chunk);
       const size_t from = ((size_t)token * KV_HEADS + kv_head) * DIM + 8 * chunk;
-      const uint4 zero = make_uint4(0, 0, 0, 0);
-      *(uint4*)(sm.k[STAGES] + to) = token < GROUP ? load_act16(k + from) : zero;
-      *(uint4*)(sm.v[STAGES] + to) = token < GROUP ? load_act16(v + from) : zero;
+      const uint4 key = load_act16(k + from), value = load_act16(v + from);
+      *(uint4*)(sm.k[STAGES] + to) = key;
+      *(uint4*)(sm.v[STAGES] + to) = value;
     }
   }
   __syncthreads();  // barriers of copies, too
@@ -162,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll 1
   for (int i = begin; i < end; i++) {
     const int stage = (i - begin) % STAGES, first = (pages.first + i) * PAGE;
-    mbar_wait(&sm.full[stage], (i - begin) / STAGES & 1, nullptr);
+    mbar_wait(&sm.full[stage], (i - begin) / STAGES & 1, error);
     if (first + PAGE > place) {  // the last page: nobody has written its end, and 0 x NaN is NaN
       for (int j = thread; j < PAGE * DIMS; j += THREADS)
         if (first + j / DIMS >= place)

@@ -34,7 +34,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     max_pages = tensor_arg(args, "page_table").shape[0]
     group, num_heads, dim = q.shape
     _, page_tokens, kv_heads, _ = k_cache.shape
-    fits = q.dtype == torch.bfloat16 and page_tokens == PAGE_TOKENS and has_layout(dim)
+    is_dense = all(tensor_arg(args, name).strides is None for name in ("q", "k", "v"))
+    fits = q.dtype == torch.bfloat16 and page_tokens == PAGE_TOKENS and has_layout(dim) and is_dense
     if target not in GPU_TARGETS or not fits or group > _MOST_ROWS or dim > _MOST_DIM:
         return []
     window, has_sinks = int(number_arg(args, "window")), args["sinks"] is not None
@@ -75,6 +76,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             Pointer("position"),
             sums,
             state,
+            Scratch("error", 4, fill=0),
             Float32(number_arg(args, "scale") * _LOG2_E),
         ),
         smem_bytes=(_STAGES + 1) * tile_pair + groups * 16 * tiles * 8 + 8 * _STAGES,
@@ -83,7 +85,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         source=_FOLDER / "merge.cu",
         entry="merge",
         defines=(*defines, ("SINKS", int(has_sinks))),
-        grid=(-(-kv_heads * rows // _MERGE_WARPS), 1, 1),
+        grid=(kv_heads * rows, 1, 1),
         block=(32 * _MERGE_WARPS, 1, 1),
         params=(
             sums,
@@ -92,6 +94,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             Pointer("position"),
             Output(),
         ),
+        smem_bytes=_MERGE_WARPS * dim * 4,
     )
     # Of the context as many keys as can be read, as the arguments say it.
     keys = min(window, max_pages * PAGE_TOKENS) if window else max_pages * PAGE_TOKENS

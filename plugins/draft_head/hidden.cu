@@ -57,10 +57,13 @@ INK_DEVICE void products(Shared& sm, const bf16* hidden, const bf16* proj, const
   for (int c = 0; c < CHUNKS; c++) {
     const int chunk = c * THREADS + thread;
     if (chunk >= WIDTH / 8) break;
+    uint4 rows[GROUP];
+#pragma unroll
+    for (int g = 0; g < GROUP; g++) rows[g] = load_act16(hidden + (size_t)g * WIDTH + 8 * chunk);
 #pragma unroll
     for (int g = 0; g < GROUP; g++) {
       float x[8], y[8];
-      unpack8(x, load_act16(hidden + (size_t)g * WIDTH + 8 * chunk));
+      unpack8(x, rows[g]);
 #pragma unroll
       for (int i = 0; i < BLOCK_ROWS; i++) {
         unpack8(y, w[c][i]);

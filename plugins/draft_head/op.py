@@ -123,6 +123,7 @@ def _case(
     softcap_place: str = "none",
     logits_divisor: float = 1.0,
     levels: int = 0,
+    num_padding: int = 0,
     position: int = 1000,
     sizes: tuple[int, int, int] = (33, 14, 131),
     **sampling: Any,
@@ -136,7 +137,7 @@ def _case(
         drafted = num_drafted or vocab_size
         ids = torch.randperm(vocab_size, generator=generator)[:drafted].sort().values
         columns = drafted if base_is_drafted else vocab_size
-        base = normal(generator, dtype, num_rows, columns, scale=2.0)
+        base = normal(generator, dtype, num_rows, columns + num_padding, scale=2.0)[:, :columns]
         second = weight(drafted, rank, 3.0)
         if levels:  # few distinct values and no bias: ties everywhere
             base, second = (base * levels / 6).round(), second * 0
@@ -216,6 +217,8 @@ def cases() -> list[Case]:
         _case("wide, trimmed, own base, top-k", "vanilla", sizes=(64, 192, 300), num_drafted=77,
               base_is_drafted=True, top_k=60, num_rows=5, confidence="hidden, markov"),
         _case("wide, 16 rows", "gated", sizes=(64, 64, 131), num_rows=16, position=0, min_p=0.1),
+        _case("wide, columns of padding", "vanilla", sizes=(64, 64, 97), num_padding=6, seed=8,
+              num_rows=2),
         _case("wide, one row", "rnn", sizes=(64, 64, 33), num_rows=1, temperature=0.0),
     ]  # fmt: skip
 

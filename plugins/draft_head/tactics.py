@@ -1,8 +1,8 @@
 """How `draft_head` runs on a GPU: two kernels a row behind one for all rows.
 
-Row k needs the token of row k - 1, which stays on the device: `next_row` takes it from the candidates
-of the blocks of `head_logits`, or, where filters are on, from all logits, and makes what the second
-table multiplies; `head_logits` streams the table.
+Row k needs the token of row k - 1, which stays on the device: `next_row` takes it from the
+candidates of the blocks of `head_logits`, or, where filters are on, from all logits, and makes what
+the second table multiplies; `head_logits` streams the table.
 """
 
 from pathlib import Path
@@ -55,6 +55,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         and rank % 64 == 0
         and rank <= _MOST_RANK
         and vocab <= _MOST_VOCAB
+        and all(x.strides is None for x in (hidden, first, second))
+        and (base.strides is None or base.strides[1] == 1)
     )
     if not fits:
         return []
@@ -146,7 +148,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         ("DRAFTED", drafted),
         ("TRIMMED", int(is_trimmed)),
         ("BASE_DRAFTED", int(base_is_drafted)),
-        ("BASE_STRIDE", base.shape[1]),
+        ("BASE_STRIDE", base.strides[0] if base.strides else base.shape[1]),
         ("BASE_FLOAT32", int(base.dtype == torch.float32)),
         ("SOFTCAP", _PLACES[str(args["softcap_place"])]),
         ("BLOCKS", blocks),
