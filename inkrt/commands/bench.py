@@ -237,7 +237,7 @@ def ops(
     writer = None
     if tune:
         if rank_slice is not None:
-            raise ConfigError("--rank-slice: of no use with --tune; leave it out")
+            raise UsageError("--rank-slice: of no use with --tune; leave it out")
         if not commit:
             raise UsageError("the timing cache records the sources' commit; add: --commit HASH")
         writer = CacheWriter(timing_cache, commit)

@@ -47,7 +47,7 @@ def test_wrong_usage_is_told_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(bench.make_app(), arguments)
-    of_options = ("add: --commit", "are for --tune", "is for --profile")
+    of_options = ("add: --commit", "are for --tune", "is for --profile", "of no use")
     assert result.exit_code == (2 if message.startswith(of_options) else 1)
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

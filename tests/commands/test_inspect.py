@@ -34,10 +34,10 @@ def make_plan(name: str, num_tokens: int, *, extra_norms: int = 0) -> Plan:
     t = num_tokens
     tensors = (
         TensorSpec("tokens", "int32", (t,), (1,), "input", "tokens", 0),
-        TensorSpec("embed", "bfloat16", (16, 8), (8, 1), "weight", "embed", 0),
+        TensorSpec("embed", "bfloat16", (490, 8), (8, 1), "weight", "embed", 0),
         TensorSpec("x", "bfloat16", (t, 8), (8, 1), "arena", "", 0),
         TensorSpec("kv", "bfloat16", (4, 8), (8, 1), "state", "layers.0.k", 0),
-        TensorSpec("logits", "float32", (t, 16), (16, 1), "arena", "", 256),
+        TensorSpec("logits", "float32", (t, 490), (490, 1), "arena", "", 256),
         TensorSpec("sampled", "int32", (t,), (1,), "arena", "", 1024),
     )
     norm = Launch(
@@ -147,9 +147,9 @@ def test_launches(engine: Path) -> None:
         "       # layers.0.attn_norm, reference, 128 B",
         "    2  store(parts=[%x, %x], sizes=[2, 0.5], state=layers.0.k)",
         "       # layers.0, reference, 64 B",
-        "    3  %logits: f32[4, 16], %sampled: i32[4] = head(dtype=float32, x=%x)",
+        "    3  %logits: f32[4, 490], %sampled: i32[4] = head(dtype=float32, x=%x)",
         "       # -, reference, 1,000 B",
-        "  output logits = %logits: f32[4, 16]",
+        "  output logits = %logits: f32[4, 490]",
         "  output tokens = %sampled: i32[4]",
     ]
     both = invoke("--launches", engine).stdout

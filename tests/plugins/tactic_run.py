@@ -18,6 +18,7 @@ from oracles_draft import ORACLES_DRAFT
 from oracles_flint import ORACLES_FLINT
 from oracles_fused import ORACLES_FUSED
 from torch import Tensor
+from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "perf/kernels"))
 
@@ -257,6 +258,8 @@ def _upload(backend: Backend, name: str, x: Tensor) -> Buffer:
         x = kv_layout.pack(x)
     elif x.dim() == 2 and x.stride() == (0, 1):
         x = x[:1]  # a row that is repeated is stored once
+    elif x.dim() == 2 and x.stride(1) == 1 and x.stride(0) > x.shape[1]:
+        x = functional.pad(x, (0, x.stride(0) - x.shape[1]))  # columns of a wider matrix
     return backend.upload(x.contiguous().view(torch.uint8).numpy().reshape(-1))
 
 

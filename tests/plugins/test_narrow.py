@@ -120,6 +120,9 @@ def _experts(dtype: torch.dtype, g: torch.Generator) -> fused.Setup:
         "top_k": 3,
         "route_scale": 8.0,
         "partial": False,
+        **dict.fromkeys(
+            f"{w}_{x}" for w in ("gate_up", "down") for x in ("scales", "global_scale")
+        ),
     }
     return fixed, {"x": x}, (0,)
 
