@@ -199,7 +199,10 @@ def build_engine(
     checkpoint = open_checkpoint(checkpoint_folder)
     progress(f"checkpoint {checkpoint_folder}: {len(checkpoint.names)} tensors")
     if options.target == BLACKWELL:
-        progress(f"target {BLACKWELL}: kernels compile, but none has run on such a GPU yet")
+        progress(
+            f"target {BLACKWELL}: kernels compile, but none has run on such a GPU yet; attention "
+            f"of up to {MAX_VERIFY_TOKENS} tokens takes the kernel without tensor cores"
+        )
     prepared = prepare(checkpoint, options, progress, dump_folder, timing_cache, draft_checkpoint)
     is_dummy = options.weights == "dummy"
     needed = _FOLDER_OVERHEAD_BYTES + (0 if is_dummy else prepared.weight_bytes)

@@ -21,6 +21,7 @@ BLOCK = 32
 BIAS = 127
 # The code, without its sign, that is no number.
 NO_NUMBER = 0x7F
+E4M3_MAX = 448.0
 # Root mean square of uniform codes.
 CODE_RMS = 100.0
 
@@ -35,6 +36,11 @@ def dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """
     blocks = codes.view(torch.float8_e4m3fn).float().view(*exponents.shape, BLOCK)
     return torch.ldexp(blocks, exponents[..., None].int() - BIAS).flatten(-2).to(dtype)
+
+
+def encode_codes(values: Tensor) -> Tensor:
+    """The nearest E4M3 codes, uint8, of float32 values; ties go to even, sizes end at 448."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def fit_weight(axes: Axes, name: str, codes: Tensor, exponents: Tensor, *letters: str) -> None:

@@ -17,6 +17,8 @@ the weight: `w`, `w_scales`, `w_global_scale` (an operator with one weight drops
 Source: flint.md section 9; the layout of two codes and of scales is that of ModelOpt checkpoints.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from inkrt.plugins.shapes import Axes
 BLOCK = 16
 # Largest byte of a scale: 0x7F is no number.
 MAX_SCALE = 0x7E
+E4M3_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -38,6 +41,24 @@ def decode_codes(codes: Tensor) -> Tensor:
 def decode_scales(scales: Tensor) -> Tensor:
     """E4M3 values, float32, of bytes in 0..MAX_SCALE."""
     return scales.view(torch.float8_e4m3fn).float()
+
+
+def encode_codes(values: Tensor) -> Tensor:
+    """The nearest E2M1 codes, two per byte: uint8 [..., K / 2] of float32 [..., K].
+
+    Ties go to the even code, sizes above 6 become 6, and zeros keep their sign.
+    """
+    size = values.abs()
+    codes = values.signbit().to(torch.uint8) << 3
+    for code, (below, above) in enumerate(pairwise(E2M1)):
+        middle = (below + above) / 2
+        codes += size >= middle if code % 2 else size > middle
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def encode_scales(values: Tensor) -> Tensor:
+    """The nearest bytes of E4M3, ties to even, of float32 values >= 0; above 448 they are 448."""
+    return values.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

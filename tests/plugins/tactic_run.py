@@ -17,6 +17,7 @@ from oracles import ORACLES, to_float64
 from oracles_draft import ORACLES_DRAFT
 from oracles_flint import ORACLES_FLINT
 from oracles_fused import ORACLES_FUSED
+from oracles_quantize import ORACLES_QUANTIZE
 from torch import Tensor
 from torch.nn import functional
 
@@ -41,7 +42,7 @@ from inkrt.plugins.tactic import (
     strides_of_view,
 )
 
-ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT
+ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT | ORACLES_QUANTIZE
 _CACHES = ("k_cache", "v_cache")
 # What may be read before the wait: it does not change within a step.
 _STEADY = ("weight", "scale", "norm", "queries", "bank", "table", "position", "num_tokens", "slot")

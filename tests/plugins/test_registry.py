@@ -11,12 +11,13 @@ from oracles import ORACLES, to_float64
 from oracles_draft import ORACLES_DRAFT
 from oracles_flint import ORACLES_FLINT
 from oracles_fused import ORACLES_FUSED
+from oracles_quantize import ORACLES_QUANTIZE
 from torch import Tensor
 
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Arguments, Case, Plugin, plugins
 
-ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT
+ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT | ORACLES_QUANTIZE
 DTYPES = (torch.float32, torch.bfloat16)
 
 
