@@ -53,8 +53,8 @@ def prompts(vocab_size: int) -> list[list[int]]:
 def flat_costs(folder: Path, draft_s: float) -> None:
     """Costs by hand: a verify step takes a little longer for each token."""
     with Engine.open(folder) as engine:
-        hash_ = engine_hash(engine.config)
-    verify_s = tuple(1.0 + 0.02 * n for n in range(8))
+        hash_, widest = engine_hash(engine.config), engine.config.widest_verify
+    verify_s = tuple(1.0 + 0.02 * n for n in range(widest))
     CostTable(hash_, "by hand", (1,), (1.0,), (verify_s,), (draft_s,)).write(folder)
 
 
