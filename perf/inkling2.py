@@ -121,30 +121,25 @@ def layer_on_two(options: argparse.Namespace, num_layers: int) -> dict[str, Any]
         for module, us in kind["us_of_modules"].items()
         if module.startswith("layers.")
     )
-    floor, must, goal = LAYER_TARGETS
     figure = figure_of(
         "decode at 8192 on two GPUs, a layer",
-        0.0,
-        (floor, must, goal),
+        1e3 * of_layers / num_layers,
+        LAYER_TARGETS,
         f"{command} --profile --profile-runs {NARROW_CUT_RUNS}",
         options.commit,
         result["device"],
     )
     num_nvfp4 = min(num_layers, NVFP4_LAYERS)
-    return (
-        figure
-        | {"value": round(of_layers / num_layers, 2), "unit": "us"}
-        | {
-            "model": f"first {num_layers} layers of Inkling-2-Small, NVFP4 experts in {num_nvfp4} "
-            f"of them, dummy weights",
-            "step_ms": round(row["median_us"] / 1e3, 4),
-        }
-        | facts_of(row)
-    )
+    return figure | {
+        "unit": "us",
+        "model": f"first {num_layers} layers of Inkling-2-Small, NVFP4 experts in {num_nvfp4} of "
+        f"them, dummy weights",
+        "step": {"ms": round(row["median_us"] / 1e3, 4), **facts_of(row)},
+    }
 
 
 def facts_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What `ink-bench` says of a step beside its time: bytes, their floor, experts, launches."""
+    """What `ink-bench` says of a step: bytes, their floor in ms, experts, launches."""
     facts: dict[str, Any] = {
         "bytes": row["bytes"],
         "floor_of_bytes": round(row["floor_us"] / 1e3, 4),
