@@ -26,14 +26,14 @@ from inkrt.builder.choose_drafter import (
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
-from inkrt.builder.lower import Target, lower
+from inkrt.builder.lower import Target, lower, start_compiling
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
 from inkrt.builder.steps import engine_steps, step_modules
 from inkrt.builder.tactics import TacticChooser
 from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
-from inkrt.builder.trace import trace
+from inkrt.builder.trace import StepGraph, trace
 from inkrt.builder.writer import check_target, file_entries, staged_folder, write_file
 from inkrt.engines.catalog import find_definition
 from inkrt.engines.interface import (
@@ -146,18 +146,25 @@ def prepare(
     passes = passes_for(options.target, keeps_intermediates=options.keep_intermediates)
     started = time.monotonic()
     modules = list(step_modules(definition, model, options, dtype, state, drafter))
-    for step, module in modules:
-        graph = trace(module, step, state, options.tp_size, dtype)
-        if dump_folder is not None:
-            write_graph(dump_folder, 0, "traced", graph)
-        for number, run_pass in enumerate(passes, start=1):
-            graph = run_pass(graph)
-            graph.module.graph.lint()
+    graphs: list[StepGraph] = []
+    try:
+        for step, module in modules:
+            graph = trace(module, step, state, options.tp_size, dtype)
             if dump_folder is not None:
-                write_graph(dump_folder, number, run_pass.__name__, graph)
-        plans[step.name] = lower(graph, target)
-        launches = len(plans[step.name].launches)
-        progress(f"step {step.name}: {launches} launches")
+                write_graph(dump_folder, 0, "traced", graph)
+            for number, run_pass in enumerate(passes, start=1):
+                graph = run_pass(graph)
+                graph.module.graph.lint()
+                if dump_folder is not None:
+                    write_graph(dump_folder, number, run_pass.__name__, graph)
+            start_compiling(graph, target)  # beside the tracing of other steps
+            graphs.append(graph)
+        for graph in graphs:
+            plan = plans[graph.step.name] = lower(graph, target)
+            progress(f"step {plan.name}: {len(plan.launches)} launches")
+    finally:
+        if target.compiler is not None:
+            target.compiler.stop()
     _, module = modules[0]  # all steps have its weights and state, the draft step some of them
     if target.chooser is not None:
         progress(target.chooser.summary())

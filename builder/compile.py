@@ -7,8 +7,10 @@ it.
 import hashlib
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from inkrt.errors import BuildError
 from inkrt.plugins.tactic import KernelLaunch
@@ -19,7 +21,7 @@ _Key = tuple[Path, tuple[tuple[str, int | float | str], ...]]
 
 
 class Compiler:
-    """Compiles the kernels of one build.
+    """Compiles the kernels of one build, by as many threads as there are processors.
 
     Attributes:
         target: e.g. "sm_90a".
@@ -30,6 +32,8 @@ class Compiler:
         self.target = target
         self.cubins: dict[str, bytes] = {}
         self._names: dict[_Key, str] = {}
+        self._started: dict[_Key, Future[bytes]] = {}
+        self._pool: ThreadPoolExecutor | None = None
 
     def compile(self, kernel: KernelLaunch) -> str:
         """Name of the cubin that holds the kernel.
@@ -39,11 +43,38 @@ class Compiler:
         """
         key = (kernel.source, kernel.defines)
         if key not in self._names:
-            code = compile_cubin(kernel.source, kernel.defines, self.target)
+            if key in self._started:
+                code = self._started[key].result()
+            else:
+                code = compile_cubin(kernel.source, kernel.defines, self.target)
             name = hashlib.sha256(code).hexdigest()[:16]
             self.cubins[name] = code
             self._names[key] = name
         return self._names[key]
+
+    def start(self, kernels: Iterable[KernelLaunch]) -> None:
+        """Begin to compile kernels side by side, which `compile` will be asked for; not waited for.
+
+        Raises:
+            BuildError: NVRTC is not installed.
+        """
+        for kernel in kernels:
+            key = (kernel.source, kernel.defines)
+            if key in self._names or key in self._started:
+                continue
+            if self._pool is None:
+                _nvrtc(self.target)  # threads must not import it at once
+                self._pool = ThreadPoolExecutor(os.cpu_count())
+            # NVRTC works outside of Python's lock.
+            self._started[key] = self._pool.submit(compile_cubin, *key, self.target)
+
+    def stop(self) -> None:
+        """Begin nothing more that has been asked for by `start`."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+            begun = {key: one for key, one in self._started.items() if not one.cancelled()}
+            self._started = begun
 
     def compile_all(self, kernels: Iterable[KernelLaunch]) -> None:
         """Compile kernels side by side, so that `compile` finds them done.
@@ -51,12 +82,13 @@ class Compiler:
         Raises:
             BuildError: see `compile`.
         """
-        distinct = list({(kernel.source, kernel.defines): kernel for kernel in kernels}.values())
-        for kernel in distinct[:1]:
-            self.compile(kernel)  # imports cuda.core, which threads must not do at once
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works outside of Python's lock
-            for _ in pool.map(self.compile, distinct[1:]):
-                pass
+        wanted = list(kernels)
+        self.start(wanted)
+        try:
+            for kernel in wanted:
+                self.compile(kernel)
+        finally:
+            self.stop()
 
 
 def compile_cubin(
@@ -67,21 +99,27 @@ def compile_cubin(
     Raises:
         BuildError: NVRTC is not installed or rejects the source.
     """
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ModuleNotFoundError:
-        raise BuildError(
-            f"compiling for {target} needs NVRTC; install it with: pip install 'inkrt[build]'"
-        ) from None
-    options = ProgramOptions(
+    nvrtc = _nvrtc(target)
+    options = nvrtc.ProgramOptions(
         arch=target,
         std="c++17",
         define_macro=[(name, str(value)) for name, value in defines] or None,
         include_path=[str(source.parent), str(PLUGIN_FOLDER)],
     )
     try:
-        code = Program(source.read_text(encoding="utf-8"), "c++", options).compile("cubin").code
+        program = nvrtc.Program(source.read_text(encoding="utf-8"), "c++", options)
+        code = program.compile("cubin").code
     except Exception as error:  # cuda.core raises its own classes for each library
         raise BuildError(f"{source.name} does not compile for {target}: {error}") from error
     assert isinstance(code, bytes)
     return code
+
+
+def _nvrtc(target: str) -> ModuleType:
+    """The package that knows NVRTC."""
+    try:
+        return import_module("cuda.core")
+    except ModuleNotFoundError:
+        raise BuildError(
+            f"compiling for {target} needs NVRTC; install it with: pip install 'inkrt[build]'"
+        ) from None

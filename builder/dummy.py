@@ -101,7 +101,9 @@ def _values(tensor: PackedTensor, shape: tuple[int, ...], generator: torch.Gener
         return torch.zeros(shape, dtype=torch.int32)
     if tensor.dtype == torch.uint8:
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    if tensor.name.endswith(".global_scale"):
+    # A router's bias balances the experts, which random rows of one norm are already: noise would
+    # favor a few of them, and tokens of a step would share more than they do in a model.
+    if tensor.name.endswith((".global_scale", ".router_bias")):
         return torch.ones(shape, dtype=tensor.dtype)
     noise = torch.randn(shape, generator=generator)
     # Norms and biases are near one.

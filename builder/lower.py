@@ -66,6 +66,32 @@ def lower(graph: StepGraph, target: Target | None = None) -> Plan:
     return _Lowering(graph, target or Target("cpu")).plan()
 
 
+def start_compiling(graph: StepGraph, target: Target) -> None:
+    """Begin to compile what `lower` will want for a graph after all passes, on a GPU target.
+
+    Raises:
+        BuildError: an operator has no kernel for the target.
+    """
+    if target.compiler is None:
+        return
+    chooser = target.chooser or TacticChooser(target.name)
+    for node in graph.module.graph.nodes:
+        if _is_operator(node):
+            plugin = plugins()[_name_of(node)]
+            target.compiler.start(choose_tactic(node, plugin, target.name, chooser).kernels)
+
+
+def _is_operator(node: Node) -> bool:
+    """Whether the node calls an operator of ours."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == NAMESPACE
+
+
+def _name_of(node: Node) -> str:
+    """Name of the operator of ours that the node calls."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return str(node.target._schema.name.split("::")[1])
+
+
 class _Lowering:
     """State of one lowering: tensors and launches so far, and who needs which bytes until when."""
 
@@ -170,7 +196,7 @@ class _Lowering:
             self._view(node)
         elif node.target is torch.ops.aten._assert_tensor_metadata.default:
             pass  # export puts it before conversions, which are refused under their own name
-        elif isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == NAMESPACE:
+        elif _is_operator(node):
             self._launch(node)
         else:
             raise BuildError(
@@ -195,9 +221,7 @@ class _Lowering:
         self.index_of[node] = index
 
     def _launch(self, node: Node) -> None:
-        assert isinstance(node.target, torch._ops.OpOverload)
-        name = node.target._schema.name.split("::")[1]
-        plugin = plugins()[name]
+        plugin = plugins()[_name_of(node)]
         args = {key: self._argument(value) for key, value in arguments(node).items()}
         value = node.meta["val"]
         values: tuple[Tensor, ...] = () if value is None else (value,)

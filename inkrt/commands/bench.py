@@ -147,7 +147,7 @@ def engine(
         raise UsageError("--profile-runs is for --profile; add it or leave it out")
     cut_runs = (profile_runs or runs) if profile else 0
     with _open(folder, rank_slice) as (executor, config):
-        columns = ("context", "median us", "min us", "MB", "floor us")
+        columns = ("context", "median us", "min us", "MB", "floor us", "experts")
         console.say(f"{'step':<10}" + "".join(f"{name:>11}" for name in columns))
         rows = [
             _measure(executor, config, step, context, runs, cut_runs)
@@ -179,16 +179,19 @@ def _measure(
 ) -> dict[str, Any]:
     """Time one step behind `context` tokens of one session, and print a line.
 
-    With `cut_runs`, also price its launches by that many replays of every cut.
+    Bytes and floor are of the experts that the step reads, which are counted: on average over its
+    layers, beside as many as its tokens would choose independently. With `cut_runs`, also price its
+    launches by that many replays of every cut.
     """
-    from inkrt.commands import bench_step
+    from inkrt.commands import bench_routing, bench_step
     from inkrt.runtime.executor.cuda_timing import Timer
 
     timer, plan = Timer(executor), executor.plan(step.name)
     step_input = bench_step.step_input_of(config, step, context)
     timer.step(step.name, step_input, bench_step.WARM_UP_RUNS)
     times = timer.step(step.name, step_input, runs)
-    of_launches = bench_step.launch_bytes(config, plan, context)
+    routing = bench_routing.step_routing(timer, plan, step_input)
+    of_launches = bench_step.launch_bytes(config, plan, context, routing)
     num_bytes = sum(of_launches)
     row: dict[str, Any] = {
         "step": step.name,
@@ -199,7 +202,11 @@ def _measure(
         "floor_us": bench_step.floor_us(num_bytes),
     }
     figures = (row["median_us"], row["min_us"], num_bytes / 1e6, row["floor_us"])
-    console.say(f"{step.name:<10}{context:>11}" + "".join(f"{figure:>11.1f}" for figure in figures))
+    text = f"{step.name:<10}{context:>11}" + "".join(f"{figure:>11.1f}" for figure in figures)
+    if routing:
+        row["experts"] = bench_routing.summary(routing)
+        text += "{mean:>11.1f} of {independent:.1f} if independent".format(**row["experts"])
+    console.say(text)
     if cut_runs:
         prices = bench_step.price_launches(
             timer, plan, step_input, cut_runs, row["median_us"], of_launches

@@ -12,12 +12,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from inkrt.commands import console
+from inkrt.commands.bench_routing import StepReader, launch_routing
 from inkrt.commands.bench_step import floor_us, launch_bytes, step_input_of
 from inkrt.errors import ConfigError
 from inkrt.runtime.engine_file import CONFIG_NAME, FORMAT, EngineConfig, StepSpec
@@ -47,7 +48,7 @@ _MOST_REPEATS = 64
 _LAUNCH_US, _FLUSH_US = 3, 45  # rough
 
 
-class ChainTimer(Protocol):
+class ChainTimer(StepReader, Protocol):
     """See `Timer`."""
 
     def load(self, cubins: Mapping[str, bytes]) -> None:
@@ -236,7 +237,8 @@ class Bench:
             own = msgspec.structs.replace(plan, launches=kind.launches, scratch_bytes=0, fills=())
             candidates = self._candidates(plan, kind)
             plans = [candidate.plan for candidate in candidates] or [own]
-            chains = [chain_of(item, num_bytes[kind.first]) for item in plans]
+            moved = self._bytes(plan, kind, step_input, num_bytes[kind.first])
+            chains = [chain_of(item, moved) for item in plans]
             times = self._timer.chains(step.name, step_input, kind.first, chains, self._runs)
             fastest = min(median(of_chain) for of_chain in times)
             for number, (chain, of_chain) in enumerate(zip(chains, times, strict=True)):
@@ -246,11 +248,20 @@ class Bench:
                         self._executor.device_name, plan, kind.launches[0], candidates[number],
                         of_chain, self._context,
                     )  # fmt: skip
-                row = self._row(kind, chain, of_chain, num_bytes[kind.first])
+                row = self._row(kind, chain, of_chain, moved)
                 row |= {"is_chosen": launch.tactic == kind.launches[0].tactic}
                 row |= {"is_fastest": row["median_us"] == fastest}
                 _say(step.name, row)
                 yield {"step": step.name, **row}
+
+    def _bytes(self, plan: Plan, kind: Kind, step_input: StepInput, num_bytes: int) -> int:
+        """Least bytes of one launch of a chain, on average over the experts that they read."""
+        of_launches = [
+            routing.bytes_of(launch)
+            for launch in kind.launches
+            if (routing := launch_routing(self._timer, plan, launch, step_input, kind.first))
+        ]
+        return round(mean(of_launches)) if of_launches else num_bytes
 
     def _candidates(self, plan: Plan, kind: Kind) -> "list[Candidate]":
         if self._tuner is None:

@@ -5,13 +5,14 @@ of the step cut before it. Kernels overlap, so this is not how long the launch r
 prices of all launches add up to the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from statistics import median
 from typing import Any, Protocol
 
+from inkrt.commands.bench_routing import Routing
 from inkrt.runtime.engine_file import EngineConfig, StepSpec
 from inkrt.runtime.executor import Sampling, StepInput
 from inkrt.runtime.plan import DTYPE_BYTES, Launch, Plan, Ref, Refs
@@ -58,9 +59,12 @@ def floor_us(num_bytes: float) -> float:
     return num_bytes / BANDWIDTH_TB_S / 1e6
 
 
-def launch_bytes(config: EngineConfig, plan: Plan, context: int) -> list[int]:
+def launch_bytes(
+    config: EngineConfig, plan: Plan, context: int, routing: Mapping[int, Routing] | None = None
+) -> list[int]:
     """Least bytes that each launch moves.
 
+    Launches that have a routing read the experts of that; others count those of independent tokens.
     A paged buffer's older positions are counted where the buffer is used last: operators that only
     write a cache come before those that read it.
     """
@@ -76,6 +80,8 @@ def launch_bytes(config: EngineConfig, plan: Plan, context: int) -> list[int]:
             if spec.space == "state" and spec.storage in per_token:
                 reader[spec.storage] = index
     result = [launch.bytes for launch in plan.launches]
+    for index, of_launch in (routing or {}).items():
+        result[index] = of_launch.bytes_of(plan.launches[index])
     for name, index in reader.items():
         result[index] += context * per_token[name]
     return result

@@ -14,6 +14,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from inkrt.runtime.executor import StepInput
 from inkrt.runtime.executor.cuda import CudaExecutor
 from inkrt.runtime.executor.cuda_memory import ALIGNMENT
@@ -89,6 +92,25 @@ class Timer:
         graphs = dict(zip(executor.ranks, executor.on_ranks(graph), strict=True))
         times = executor.on_ranks(lambda rank: self._replay(rank, graphs[rank], num_runs))
         return [max(of_run) for of_run in zip(*times, strict=True)]
+
+    def read(
+        self, step: str, step_input: StepInput, until: int, tensors: Sequence[int]
+    ) -> list[NDArray[np.uint8]]:
+        """Bytes of tensors on the first rank after the step's first `until` launches on all ranks.
+
+        Raises:
+            DeviceError: a kernel gave up waiting.
+        """
+        executor = self._executor
+        executor.send_inputs(step_input)
+
+        def run(rank: CudaRank) -> None:
+            rank.capture(rank.plans[step], until=until).launch(rank.stream)
+            rank.require_sound()
+
+        if until:
+            executor.on_ranks(run)
+        return [executor.read(step, tensor) for tensor in tensors]
 
     def chains(
         self, step: str, step_input: StepInput, first: int, chains: Sequence[Chain], num_runs: int

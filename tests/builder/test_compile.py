@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from inkrt.builder.compile import Compiler
+from inkrt.builder.compile import Compiler, compile_cubin
 from inkrt.errors import BuildError
 from inkrt.plugins.tactic import KernelLaunch
 
@@ -28,6 +28,28 @@ def test_side_by_side_gives_the_same_code(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(one.cubins) == 6
     assert [one.compile(item) for item in kernels] == names
     one.compile_all([])
+
+
+def test_what_was_started_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+
+    def counted(source: Path, defines: tuple[tuple[str, int], ...], target: str) -> bytes:
+        compiled.append(defines)
+        return compile_cubin(source, defines, target)
+
+    monkeypatch.setattr("inkrt.builder.compile.compile_cubin", counted)
+    kernels = [kernel(tmp_path, number) for number in range(3)]
+    one, other = Compiler("sm_90a"), Compiler("sm_90a")
+    one.start(kernels[:2])
+    one.start(kernels)
+    assert one.cubins == {}, "only what a plan asks for is part of an engine"
+    names = [one.compile(item) for item in (kernels[2], kernels[0])]
+    one.stop()
+    one.start(kernels)  # goes on
+    names.append(one.compile(kernels[1]))
+    assert len(compiled) == 3
+    assert names == [other.compile(kernels[number]) for number in (2, 0, 1)]
+    assert list(one.cubins) == names
 
 
 def test_an_error_among_them_is_told(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from inkrt.builder.options import BuildOptions
 from inkrt.builder.timing_cache import Timing, TimingCache, read_timing_cache
 from inkrt.builder.tune import Tuner
 from inkrt.commands.bench_ops import Bench, CacheWriter, kinds_of
+from inkrt.commands.bench_routing import step_routing
 from inkrt.commands.bench_step import launch_bytes, price_launches, price_rows, step_input_of
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.engine_file import read_code
@@ -91,6 +92,24 @@ def test_times_are_taken_and_built_by(folder):
     plans = read_code(folder / "tuned", 0).plans.values()
     chosen = {(launch.op, launch.tactic) for plan in plans for launch in plan.launches}
     assert chosen <= {(row["op"], row["tactic"]) for row in rows if row["is_fastest"]}
+
+
+def test_experts_are_counted_from_what_is_on_the_gpu(folder):
+    with Engine.open(folder / "first") as engine:
+        timer, config = Timer(engine.executor), engine.config
+        for step in config.steps:
+            plan, inputs = engine.executor.plan(step.name), step_input_of(config, step, CONTEXT)
+            routing = step_routing(timer, plan, inputs)
+            indices = [n for n, launch in enumerate(plan.launches) if launch.op == "flint_moe"]
+            assert list(routing) == indices
+            assert routing == step_routing(timer, plan, inputs)
+            for index, of_launch in routing.items():
+                assert 6 < of_launch.distinct <= min(40, 6 * step.num_tokens)
+                # Independent choices of three tokens are 15.4 of 40; of a chunk, all.
+                assert of_launch.distinct == pytest.approx(of_launch.independent, abs=5)
+                # Nothing but activations and what all tokens read is left without the experts.
+                own = of_launch.distinct * of_launch.expert_bytes
+                assert of_launch.bytes_of(plan.launches[index]) >= own
 
 
 def test_prices_add_up(folder):
