@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 import inkrt
 from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint, read_json
@@ -30,7 +29,7 @@ from inkrt.builder.lower import Target, lower, start_compiling
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
-from inkrt.builder.steps import engine_steps, step_modules
+from inkrt.builder.steps import engine_steps, state_layout, step_modules
 from inkrt.builder.tactics import TacticChooser
 from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
 from inkrt.builder.trace import StepGraph, trace
@@ -57,7 +56,6 @@ from inkrt.runtime.engine_file import (
     MemoryTable,
     ModelInfo,
     StateLayout,
-    StateSpec,
     encode_code,
     encode_config,
     plan_file,
@@ -169,7 +167,7 @@ def prepare(
     if target.chooser is not None:
         progress(target.chooser.summary())
     progress(f"traced and lowered {len(plans)} steps in {time.monotonic() - started:.1f} s")
-    layout = _state_layout(module, state)
+    layout = state_layout(module, state)
     tensors = packed_tensors(module, target.packed)
     return Prepared(
         definition,
@@ -292,25 +290,6 @@ def _engine_code(
         return EngineCode(plans, cubins)
     dummies = dummy_weights(tensors)
     return EngineCode(plans, cubins, dummies.kind_of, dummies.templates)
-
-
-def _state_layout(module: nn.Module, state: StateOptions) -> StateLayout:
-    buffers = dict(module.named_buffers())
-    return StateLayout(
-        num_slots=state.num_slots,
-        page_tokens=state.page_tokens,
-        num_pages=state.num_pages,
-        rollback_tokens=ROLLBACK_TOKENS,
-        buffers=tuple(
-            StateSpec(
-                buffer.name,
-                buffer.kind,
-                tuple(buffers[buffer.name].shape),
-                str(buffers[buffer.name].dtype).removeprefix("torch."),
-            )
-            for buffer in module.state_buffers()  # type: ignore[operator]
-        ),
-    )
 
 
 def _memory_table(

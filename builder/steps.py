@@ -1,4 +1,4 @@
-"""The steps that an engine has plans for."""
+"""The steps that an engine has plans for, and the state that they share."""
 
 from collections.abc import Iterator
 
@@ -7,8 +7,14 @@ from torch import nn
 
 from inkrt.builder.choose_drafter import AnyDrafter
 from inkrt.builder.options import BuildOptions
-from inkrt.engines.interface import Definition, ModelConfig, Sharding, StateOptions
-from inkrt.runtime.engine_file import StepSpec
+from inkrt.engines.interface import (
+    ROLLBACK_TOKENS,
+    Definition,
+    ModelConfig,
+    Sharding,
+    StateOptions,
+)
+from inkrt.runtime.engine_file import StateLayout, StateSpec, StepSpec
 
 
 def engine_steps(options: BuildOptions) -> list[StepSpec]:
@@ -44,3 +50,23 @@ def step_modules(
             yield step, definition.build_module(*base, last_row_only)
     if drafting and drafter:
         yield drafter.spec.step, drafting.build_draft_step(*base, drafter.config)
+
+
+def state_layout(module: nn.Module, state: StateOptions) -> StateLayout:
+    """The state buffers of a module of a step, as the engine's configuration has them."""
+    buffers = dict(module.named_buffers())
+    return StateLayout(
+        num_slots=state.num_slots,
+        page_tokens=state.page_tokens,
+        num_pages=state.num_pages,
+        rollback_tokens=ROLLBACK_TOKENS,
+        buffers=tuple(
+            StateSpec(
+                buffer.name,
+                buffer.kind,
+                tuple(buffers[buffer.name].shape),
+                str(buffers[buffer.name].dtype).removeprefix("torch."),
+            )
+            for buffer in module.state_buffers()  # type: ignore[operator]
+        ),
+    )

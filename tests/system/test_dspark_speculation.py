@@ -236,7 +236,10 @@ def test_a_drafter_that_is_not_as_the_configuration_says_is_refused(
 
 
 @pytest.mark.parametrize("accept", ["coupled", "probabilistic"])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    "head",
+    ["rnn", *(pytest.param(head, marks=pytest.mark.slow) for head in HEADS if head != "rnn")],
+)
 def test_every_head_passes_the_self_test_and_runs_to_the_end(
     make_speculating_engine: Any, head: str, accept: Any
 ) -> None:

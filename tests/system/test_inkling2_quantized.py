@@ -63,9 +63,11 @@ def prompt() -> list[int]:
 @pytest.mark.parametrize(
     ("dtype", "options", "bound"),
     [
-        ("float32", {}, 5e-6),
+        pytest.param("float32", {}, 5e-6, marks=pytest.mark.slow),
         ("float32", {"tp_size": 2, "moe_split": "width"}, 5e-6),
-        ("float32", {"tp_size": 2, "moe_split": "experts"}, 5e-6),
+        pytest.param(
+            "float32", {"tp_size": 2, "moe_split": "experts"}, 5e-6, marks=pytest.mark.slow
+        ),
         ("bfloat16", {}, 0.1),
     ],
 )
