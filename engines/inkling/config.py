@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inkrt.engines.inkling2.config import AttentionShape
+from inkrt.engines.inkling2.config import AttentionShape, read_shapes
 from inkrt.engines.interface import DraftTarget, MtpConfig, Sharding
 from inkrt.engines.reader import ConfigReader
 from inkrt.errors import ConfigError
@@ -131,27 +131,7 @@ def parse_config(values: Mapping[str, Any]) -> InklingConfig:
         )
 
     num_layers = read.integer("num_hidden_layers", 66)
-    window = read.integer("sliding_window_size", 512)
-    full = AttentionShape(
-        read.integer("num_attention_heads", 64),
-        read.integer("num_key_value_heads", 8),
-        read.integer("head_dim", 128),
-        0,
-        read.integer("rel_extent", 1024),
-    )
-    sliding = AttentionShape(
-        read.integer("swa_num_attention_heads", 64),
-        read.integer("swa_num_key_value_heads", 16),
-        read.integer("swa_head_dim", 128),
-        window,
-        window,
-    )
-    for shape, prefix in ((full, ""), (sliding, "swa_")):
-        if shape.num_heads % shape.num_kv_heads:
-            raise ConfigError(
-                f"config.json: {prefix}num_attention_heads = {shape.num_heads} is no multiple of "
-                f"{prefix}num_key_value_heads = {shape.num_kv_heads}"
-            )
+    full, sliding = read_shapes(read, window=512, num_heads=64, num_sliding_kv_heads=16)
     dense_width, expert_width = _widths(read, text)
     vocab_size = read.integer("vocab_size", 201024)
     config = InklingConfig(

@@ -128,27 +128,7 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
     ConfigReader(values, "inkling2").require("tie_word_embeddings", False)
     num_layers = read.integer("num_hidden_layers", 48)
     quantization = values.get("quantization_config") or text.get("quantization_config")
-    window = read.integer("sliding_window_size", 1024)
-    full = AttentionShape(
-        read.integer("num_attention_heads", 48),
-        read.integer("num_key_value_heads", 8),
-        read.integer("head_dim", 128),
-        0,
-        read.integer("rel_extent", 1024),
-    )
-    sliding = AttentionShape(
-        read.integer("swa_num_attention_heads", 48),
-        read.integer("swa_num_key_value_heads", 8),
-        read.integer("swa_head_dim", 128),
-        window,
-        window,
-    )
-    for shape, prefix in ((full, ""), (sliding, "swa_")):
-        if shape.num_heads % shape.num_kv_heads:
-            raise ConfigError(
-                f"config.json: {prefix}num_attention_heads = {shape.num_heads} is no multiple of "
-                f"{prefix}num_key_value_heads = {shape.num_kv_heads}"
-            )
+    full, sliding = read_shapes(read, window=1024, num_heads=48, num_sliding_kv_heads=8)
     config = Inkling2Config(
         vocab_size=read.integer("vocab_size", 201024),
         unpadded_vocab_size=read.integer("unpadded_vocab_size", 200058),
@@ -202,6 +182,38 @@ def draft_target(config: Inkling2Config) -> DraftTarget:
         has_embed_norm=True,
         has_mlp_conv=True,
     )
+
+
+def read_shapes(
+    read: ConfigReader, *, window: int, num_heads: int, num_sliding_kv_heads: int
+) -> tuple[AttentionShape, AttentionShape]:
+    """Full and sliding attention of the Inkling family; the arguments are a model's defaults.
+
+    Raises:
+        ConfigError: a value is invalid, or query heads are no multiple of key/value heads.
+    """
+    window = read.integer("sliding_window_size", window)
+    full = AttentionShape(
+        read.integer("num_attention_heads", num_heads),
+        read.integer("num_key_value_heads", 8),
+        read.integer("head_dim", 128),
+        0,
+        read.integer("rel_extent", 1024),
+    )
+    sliding = AttentionShape(
+        read.integer("swa_num_attention_heads", num_heads),
+        read.integer("swa_num_key_value_heads", num_sliding_kv_heads),
+        read.integer("swa_head_dim", 128),
+        window,
+        window,
+    )
+    for shape, prefix in ((full, ""), (sliding, "swa_")):
+        if shape.num_heads % shape.num_kv_heads:
+            raise ConfigError(
+                f"config.json: {prefix}num_attention_heads = {shape.num_heads} is no multiple of "
+                f"{prefix}num_key_value_heads = {shape.num_kv_heads}"
+            )
+    return full, sliding
 
 
 def _layer_kinds(layer_types: Any, num_layers: int) -> tuple[bool, ...]:
