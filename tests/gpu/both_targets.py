@@ -16,6 +16,7 @@ from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
 from inkrt.commands.launch_parity import LaunchDistance
 from inkrt.runtime.engine import Engine
+from inkrt.runtime.executor import Sampling
 
 # Launches and logits of a bf16 model that adds in other orders: on this random one, measured on an
 # H200, 1e-2 a launch in front of the first experts and 1.8e-2 of the logits on average. Where two
@@ -64,3 +65,34 @@ def check_launches(distances: list[LaunchDistance], least: int) -> None:
     assert all(distance.relative_error <= NEAR for distance in in_front), in_front
     worst = max(distances, key=lambda distance: distance.relative_error)
     assert worst.relative_error <= FLIPPED_LAUNCH, worst
+
+
+def check_rows_alike(engine: Engine, tokens: list[int]) -> None:
+    """Logits of steps of all widths, behind rejected drafts, have the bits of single tokens."""
+    with engine.session() as plain, engine.session() as wide:
+        rows = [plain.step([token], Sampling()).logits[0] for token in tokens]
+        position, width = 0, 1
+        while position < len(tokens):
+            piece = tokens[position : position + width]
+            drafts = piece + [999] * (3 if len(piece) <= 5 else 0)
+            output = wide.step(drafts, Sampling())
+            for row in range(len(piece)):
+                np.testing.assert_array_equal(output.logits[row], rows[position + row])
+            position += len(piece)
+            wide.rollback(position)
+            width = width % 8 + 1
+
+
+def check_decode_loop(engine: Engine, prompt: list[int]) -> None:
+    """A decode step that feeds itself gives the tokens of single steps."""
+    with engine.session() as session:
+        token = int(session.prefill(prompt, Sampling()).tokens[-1])
+        expected = []
+        for _ in range(100):
+            expected.append(int(session.step([token], Sampling()).tokens[-1]))
+            token = expected[-1]
+    with engine.session() as session:
+        token = int(session.prefill(prompt, Sampling()).tokens[-1])
+        for num_more in reversed(range(100)):
+            token = session.decode(token, Sampling(), num_more=num_more)
+            assert token == expected[99 - num_more]

@@ -2,7 +2,6 @@
 trained model against the CPU's, and output with drafts against output without.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,19 +9,15 @@ import numpy as np
 import pytest
 import torch
 from both_targets import relative_error
+from nano_engines import nano_prompts, open_nano
 
 from inkrt import LLM, SamplingParams, SpeculativeConfig
-from inkrt.builder.build import build_engine
-from inkrt.builder.options import BuildOptions
 from inkrt.commands.bench_speculation import measure_costs
 from inkrt.commands.launch_parity import compare_launches
-from inkrt.engines.nano import export
 from inkrt.plugins.caseutil import int32
 from inkrt.plugins.draft_sample.op import draw_draft
 from inkrt.plugins.sample.op import sampling_arguments
-from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor import Sampling
-from inkrt.runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "perf/kernels"))
@@ -31,7 +26,6 @@ from draft_checks import check_attention, check_head  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-CHECKPOINT = Path(export.__file__).parent / "checkpoint"
 # Of a launch and of logits, in the median: bf16 rows added in other orders, and context keys that
 # the model's own steps have made so (a wrong scale, row or sign is off by about 1).
 NEAR_LAUNCH, NEAR = 8e-2, 5e-2
@@ -54,30 +48,13 @@ def test_every_tactic_of_every_case(gpu, tmp_path, check):
 
 @pytest.fixture(scope="module")
 def engines(gpu, tmp_path_factory):
-    """The trained model for both targets, with everything that launches wrote."""
-    folder, opened = tmp_path_factory.mktemp("draft"), {}
-    for target in ("cpu", "sm_90a"):
-        options = BuildOptions(
-            target=target, max_seq_len=1024, prefill_chunk=64, keep_intermediates=True
-        )
-        build_engine(CHECKPOINT, folder / target, options)
-        opened[target] = Engine.open(folder / target)
-    yield opened
-    for engine in opened.values():
-        engine.close()
+    with open_nano(tmp_path_factory.mktemp("draft"), max_seq_len=1024) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
-def prompts(engines):
-    """Twenty of tests/system, whole or their beginnings."""
-    tokenizer = Tokenizer(engines["sm_90a"].folder / "tokenizer.json")
-    given = json.loads((ROOT / "tests/system/nano_prompts.json").read_text())
-    made = []
-    for prompt in given["prompts"]:
-        text = given["texts"][prompt["text"]] if prompt["kind"] == "text" else prompt["text"]
-        made.append(tokenizer.encode(text, parse_special=True)[: prompt.get("length")][:900])
-    assert len(made) == 20
-    return made
+def prompts():
+    return nano_prompts(900)
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 300])

@@ -7,7 +7,9 @@ import pytest
 from both_targets import (
     FLIPPED,
     TYPICAL,
+    check_decode_loop,
     check_launches,
+    check_rows_alike,
     make_prompt,
     open_both,
     relative_error,
@@ -56,35 +58,11 @@ def test_logits_equal_those_of_the_cpu(engines, length):
 
 def test_rows_do_not_depend_on_the_width(engines):
     """Across the window of 513, pages of 64 and the ring of 576."""
-    tokens = make_prompt(640)
-    with engines["sm_90a"].session() as plain, engines["sm_90a"].session() as wide:
-        rows = [plain.step([token], Sampling()).logits[0] for token in tokens]
-        position, width = 0, 1
-        while position < len(tokens):
-            piece = tokens[position : position + width]
-            drafts = piece + [999] * (3 if len(piece) <= 5 else 0)  # rejected ones
-            output = wide.step(drafts, Sampling())
-            for row in range(len(piece)):
-                np.testing.assert_array_equal(output.logits[row], rows[position + row])
-            position += len(piece)
-            wide.rollback(position)
-            width = width % 8 + 1
+    check_rows_alike(engines["sm_90a"], make_prompt(640))
 
 
 def test_decode_feeds_itself_like_steps(engines):
-    engine = engines["sm_90a"]
-    prompt = make_prompt(70)
-    with engine.session() as session:
-        token = int(session.prefill(prompt, Sampling()).tokens[-1])
-        expected = []
-        for _ in range(100):
-            expected.append(int(session.step([token], Sampling()).tokens[-1]))
-            token = expected[-1]
-    with engine.session() as session:
-        token = int(session.prefill(prompt, Sampling()).tokens[-1])
-        for num_more in reversed(range(100)):
-            token = session.decode(token, Sampling(), num_more=num_more)
-            assert token == expected[99 - num_more]
+    check_decode_loop(engines["sm_90a"], make_prompt(70))
 
 
 def test_llm_generates_what_steps_give(engines):

@@ -15,7 +15,7 @@ CASES = cases()
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory):
+def device(gpu: str, tmp_path_factory: pytest.TempPathFactory):
     from w4a16_gpu import Gpu
 
     return Gpu(tmp_path_factory.mktemp("cubins"))
