@@ -72,11 +72,12 @@ def require_peers(driver: Any, devices: Sequence[int], folder: Path, config: Eng
         return
     (status, count) = driver.cuDeviceGetCount()
     count = 0 if status else count
+    fitting = 1 << max(count, 1).bit_length() - 1  # engines are of 1, 2, 4 or 8 ranks
     if count <= max(devices):
         raise EngineMismatchError(
             f"engine {folder} is for {config.tp_size} ranks, which need GPUs "
             f"{', '.join(map(str, devices))}, but there are {count}; rebuild it with: "
-            + rebuild_with(config.rebuild_command, "--tp-size", str(max(count, 1)))
+            + rebuild_with(config.rebuild_command, "--tp-size", str(fitting))
         )
     for a in devices:
         for b in devices:

@@ -153,6 +153,13 @@ def test_gpus_that_are_missing_or_apart_are_named(driver: Peers, words: str) -> 
     assert str(caught.value).endswith("--tp-size 1")
 
 
+@pytest.mark.parametrize(("count", "ranks"), [(1, 1), (2, 2), (3, 2), (7, 4)])
+def test_missing_gpus_are_answered_by_ranks_that_an_engine_can_have(count: int, ranks: int) -> None:
+    config = make_config(target="sm_90a", tp_size=8)
+    with pytest.raises(EngineMismatchError, match=f"there are {count}; .*--tp-size {ranks}$"):
+        require_peers(Peers(count), list(range(8)), ENGINE, config)
+
+
 def test_access_is_enabled_to_all_others_once() -> None:
     def check(result: tuple[int, ...]) -> object:
         if result[0]:
