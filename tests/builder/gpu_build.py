@@ -29,11 +29,12 @@ CONFIG: dict[str, Any] = {
 
 
 def fake_compiler(patch: pytest.MonkeyPatch) -> None:
-    """Let nothing be compiled."""
+    """Let nothing be compiled, with NVRTC installed or not."""
 
     def compile_cubin(source: Path, defines: object, target: str) -> bytes:
         return repr((source.name, defines, target)).encode()
 
+    patch.setattr("inkrt.builder.compile._nvrtc", lambda _: None)
     patch.setattr("inkrt.builder.compile.compile_cubin", compile_cubin)
     patch.setattr("inkrt.builder.build.compile_cubin", compile_cubin)
 
