@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,10 @@ class RoundDevice:
 
     def __init__(self, emulator: Emulator, *, has_ring: bool = True) -> None:
         self._reverse = int(emulator.reverse)
-        self._libraries = {
-            entry: emulator.library(KernelLaunch(SOURCE, entry, (), (1, 1, 1), (32, 1, 1), ()))
-            for entry in ENTRIES
-        }
+        kernels = [KernelLaunch(SOURCE, entry, (), (1, 1, 1), (32, 1, 1), ()) for entry in ENTRIES]
+        with ThreadPoolExecutor() as pool:  # compilers work side by side
+            libraries = pool.map(emulator.library, kernels)
+            self._libraries = dict(zip(ENTRIES, libraries, strict=True))
         self.state: NDArray[Any] = np.zeros(1, ROUND_STATE)
         self.state["case_of_width"] = [
             next(i for i, step in enumerate(STEPS) if step > width)
@@ -114,7 +115,9 @@ class RoundDevice:
             late = [(drawn, drawn.copy()), (self.error, np.asarray([error], np.int32))]
             if verdict is not None:
                 fields = zip(("accepted", "token"), verdict, strict=True)
-                late += [(self.state[name], np.asarray([value], np.int32)) for name, value in fields]
+                late += [
+                    (self.state[name], np.asarray([value], np.int32)) for name, value in fields
+                ]
             self.run(
                 "commit_round", [self.state, drawn, self.tokens, self.position, self._ring(),
                                  self.error], late

@@ -1,13 +1,10 @@
-"""Kernels of a round on the CPU, thread by thread: what `Speculator.run` does, double for double."""
+"""Kernels of a round on the CPU, thread by thread: what the host does, double for double."""
 
 import copy
-import re
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,134 +13,32 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "perf/kernels"), str(Path(__file__).parent / "cuda_on_cpu")]
 
 from emulator import COMPILER, Emulator  # noqa: E402
-from round_device import NOTHING, UNWRITTEN, Proposed, RoundDevice, policy_state  # noqa: E402
-
-from inkrt.errors import CapacityError  # noqa: E402
-from inkrt.runtime.executor import Sampling  # noqa: E402
-from inkrt.runtime.executor import round_state as mirror  # noqa: E402
-from inkrt.runtime.executor.round_state import (  # noqa: E402
-    MAX_DRAFTS,
-    POLICY_STATE,
-    RING_RECORDS,
-    RoundRule,
-    RoundStatus,
+from round_device import UNWRITTEN, Proposed, RoundDevice, policy_state  # noqa: E402
+from round_host import (  # noqa: E402
+    CONTEXTS,
+    VOCAB,
+    HostSession,
+    LongTimeline,
+    Told,
+    costs_at,
+    make_policy,
+    require_same,
 )
-from inkrt.runtime.session import Session  # noqa: E402
+
+from inkrt.runtime.executor import Sampling  # noqa: E402
+from inkrt.runtime.executor.round_state import MAX_DRAFTS, POLICY_STATE, RoundRule  # noqa: E402
 from inkrt.runtime.spec import round as host_round  # noqa: E402
 from inkrt.runtime.spec.accept import Verdict, coins  # noqa: E402
-from inkrt.runtime.spec.drafter import Drafter, Proposal  # noqa: E402
-from inkrt.runtime.spec.round import AcceptRule, Round, Speculator  # noqa: E402
-from inkrt.runtime.spec.width import (  # noqa: E402
-    ConfidenceThreshold,
-    CostAware,
-    FixedWidth,
-    RoundCosts,
-    WidthPolicy,
-)
+from inkrt.runtime.spec.round import AcceptRule, Speculator  # noqa: E402
+from inkrt.runtime.spec.width import CostAware, WidthPolicy  # noqa: E402
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
-
-VOCAB = 500
 SEED = 0x1234_5678_9ABC_DEF0
-CONTEXTS = (100, 1000, 5000)
-COSTS = [
-    RoundCosts(1.0, [1.21, 1.3, 1.43, 1.61, 1.7, 1.93, 2.0, 2.2]),
-    RoundCosts(1.1, [1.3, 1.9, 2.43, 2.61, 3.3, 3.93, 4.1, 4.7]),
-    RoundCosts(1.3, [1.7, 1.75, 1.8, 1.83, 1.91, 1.93, 2.1, 2.15]),
-]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
-
-
-def costs_at(context: int, most: int) -> RoundCosts:
-    place = min(sum(known < context for known in CONTEXTS), len(CONTEXTS) - 1)
-    return RoundCosts(COSTS[place].plain, COSTS[place].rounds[: most + 1])
-
-
-def make_policy(name: str, most: int) -> WidthPolicy:
-    if name == "fixed":
-        return FixedWidth()
-    if name == "threshold":
-        return ConfidenceThreshold(0.55)
-    return CostAware(lambda context: costs_at(context, most), explore_every=9, num_first=2)
-
-
-# ---- the host's rounds: a session that knows no model, and a drafter that is told what to say ----
-
-
-class HostSession:
-    """What `Speculator` needs of a session.
-
-    Args:
-        length: of the timeline.
-        step: what a row step draws behind the tokens that it reads.
-    """
-
-    config = SimpleNamespace(model=SimpleNamespace(vocab_size=VOCAB))
-
-    def __init__(self, length: int, end: int, step: Callable[[list[int]], Sequence[int]]) -> None:
-        self.length, self.end, self._step = length, end, step
-        self.num_read = 0
-
-    def num_writable(self, num_tokens: int) -> int:
-        return max(min(num_tokens, self.end - self.length), 0)
-
-    def decode(self, token: int, sampling: Sampling, *, num_more: int = 0) -> int:
-        return int(self.step([token], sampling).tokens[0])
-
-    def step(self, tokens: Sequence[int], sampling: Sampling, *, wants_logits: bool = True) -> Any:
-        if self.length + len(tokens) > self.end:
-            raise CapacityError("full")
-        self.length += len(tokens)
-        self.num_read = len(tokens)
-        drawn = np.asarray(self._step(list(tokens)), np.int32)
-        return SimpleNamespace(tokens=drawn, logits=np.zeros((len(tokens), 1), np.float32))
-
-    def rollback(self, length: int) -> None:
-        self.length = length
-
-
-class Told:
-    """A drafter that proposes what it is told."""
-
-    def __init__(self, draft: Callable[[], Proposed]) -> None:
-        self._draft = draft
-
-    def draft(self, *arguments: Any, coupled: bool) -> Proposal:
-        tokens, confidences = self._draft()
-        if confidences is not None:  # a drafter gives float32
-            confidences = np.asarray(confidences, np.float32).tolist()
-        return Proposal(tokens, None, confidences)
-
-
-class LongTimeline:
-    """Stands for a timeline of which only the last token is read."""
-
-    def __init__(self, length: int, last: int) -> None:
-        self._length, self._last = length, last
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, place: int | slice) -> Any:
-        assert place in (-1, slice(-1, None, None))
-        return self._last if place == -1 else [self._last]
-
-
-# ---- one round after the other, each of other circumstances ----
-
-
-def require_same(record: Any, expected: Round, start: int) -> None:
-    assert record["status"] == RoundStatus.OK
-    count = record["num_tokens"]
-    assert record["tokens"][:count].tolist() == expected.tokens
-    assert (record["tokens"][count:] == 0).all()
-    assert (record["drafted"], record["proposed"]) == (expected.drafted, expected.proposed)
-    assert record["accepted"] == len(expected.tokens) - 1
-    assert record["position"] == start + len(expected.tokens)
 
 
 class Turn:
@@ -185,7 +80,7 @@ class Turn:
         accepted = min(self.forced, len(tokens) - 1)
         return [*self.drafts[:accepted].tolist(), *self.drawn[accepted : len(tokens)].tolist()]
 
-    def accept(self, drafts: Sequence[int], *arguments: Any) -> Verdict:
+    def accept(self, drafts: Sequence[int], *arguments: Any) -> Verdict:  # noqa: ARG002
         """Stands in for the ratio test."""
         return Verdict(self.verdict[0] % (len(drafts) + 1), self.verdict[1])
 
@@ -224,13 +119,12 @@ def random_rounds(
     for number in range(num_rounds):
         turn = Turn(random, number, has_confidences=has_confidences)
         told = turn.force() if rule == "forced" else turn
-        session = HostSession(turn.start, turn.end, told.step)
+        session: Any = HostSession(turn.start, turn.end, told.step)
         monkeypatch.setattr(host_round, "accept_probabilistic", turn.accept)
-        expected = Speculator(cast(Drafter, Told(told.draft)), policy, most, host_rule).run(
-            cast(Session, session),
-            cast(Sequence[int], LongTimeline(turn.start + 1, turn.anchor)),
-            Sampling(temperature=1.0, seed=SEED),
-            turn.left,
+        drafter: Any = Told(told.draft)
+        timeline: Any = LongTimeline(turn.start + 1, turn.anchor)
+        expected = Speculator(drafter, policy, most, host_rule).run(
+            session, timeline, Sampling(temperature=1.0, seed=SEED), turn.left
         )
         verdict = None
         if rule == "probabilistic":
@@ -269,4 +163,44 @@ def test_rounds_are_those_of_the_host(
 ) -> None:
     device = RoundDevice(Emulator(folder))
     widths = random_rounds(device, make_policy(policy, MAX_DRAFTS), rule, 300, monkeypatch)
+    assert min(widths) > 0, widths
+
+
+# The others take a second each; what they share with the ones above is the code of one kernel.
+@pytest.mark.parametrize(
+    ("policy", "most", "has_confidences", "reverse"),
+    [
+        ("cost", 3, True, True),
+        ("cost", MAX_DRAFTS, False, False),
+        ("cost", 1, True, False),
+        ("fixed", 2, False, True),
+    ],
+)
+def test_narrower_blocks_and_drafters_without_confidences(
+    folder: Path,
+    policy: str,
+    most: int,
+    has_confidences: bool,
+    reverse: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = RoundDevice(Emulator(folder, reverse=reverse))
+    widths = random_rounds(
+        device, make_policy(policy, most), "coupled", 200, monkeypatch,
+        has_confidences=has_confidences, most=most,
+    )  # fmt: skip
+    assert min(widths) > 0, widths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("margin", [0.0, 0.04, 0.3])
+@pytest.mark.parametrize("most", [4, 7])
+def test_costs_decide_as_on_the_host_for_long(
+    folder: Path, most: int, margin: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make_policy("cost", most)
+    assert isinstance(policy, CostAware)
+    policy.margin, policy.explore_every = margin, 32
+    device = RoundDevice(Emulator(folder))
+    widths = random_rounds(device, policy, "coupled", 5000, monkeypatch, most=most)
     assert min(widths) > 0, widths
