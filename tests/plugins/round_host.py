@@ -22,6 +22,7 @@ from inkrt.runtime.spec.width import (
 )
 
 VOCAB = 500
+THRESHOLD = 0.5625  # a float32 can be it
 CONTEXTS = (100, 1000, 5000)
 COSTS = [
     RoundCosts(1.0, [1.21, 1.3, 1.43, 1.61, 1.7, 1.93, 2.0, 2.2]),
@@ -39,7 +40,7 @@ def make_policy(name: str, most: int) -> WidthPolicy:
     if name == "fixed":
         return FixedWidth()
     if name == "threshold":
-        return ConfidenceThreshold(0.55)
+        return ConfidenceThreshold(THRESHOLD)
     return CostAware(lambda context: costs_at(context, most), explore_every=9, num_first=2)
 
 

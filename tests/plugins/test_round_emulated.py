@@ -16,6 +16,7 @@ from emulator import COMPILER, Emulator  # noqa: E402
 from round_device import UNWRITTEN, Proposed, RoundDevice, policy_state  # noqa: E402
 from round_host import (  # noqa: E402
     CONTEXTS,
+    THRESHOLD,
     VOCAB,
     HostSession,
     LongTimeline,
@@ -56,6 +57,8 @@ class Turn:
 
     def __init__(self, random: np.random.Generator, number: int, *, has_confidences: bool) -> None:
         self.start, self.anchor = int(random.integers(1, 7000)), int(random.integers(VOCAB))
+        if random.random() < 0.1:
+            self.start = int(random.choice(CONTEXTS))
         few_left, few_free = random.random(2) < 0.15
         self.left = int(random.integers(1, 10)) if few_left else 1000
         self.end = self.start + (int(random.integers(1, 10)) if few_free else 1000)
@@ -66,6 +69,7 @@ class Turn:
         # Drafters get better and worse, so that drafting pays at times.
         quality = 0.5 + 0.48 * np.sin(number / 25)
         self.sure = np.clip(random.normal(quality, 0.2, MAX_DRAFTS), 0, 1).astype(np.float32)
+        self.sure = np.where(random.random(MAX_DRAFTS) < 0.1, np.float32(THRESHOLD), self.sure)
         self.has_confidences = has_confidences
         is_right = random.random(MAX_DRAFTS) < (self.sure if has_confidences else quality)
         others = VOCAB + 10 + random.integers(90, size=MAX_DRAFTS + 1)
