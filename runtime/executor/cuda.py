@@ -175,9 +175,14 @@ class CudaExecutor:
         return self.ranks[0].memory
 
     @property
+    def gpu_name(self) -> str:
+        """Name of the GPU, the same for all ranks."""
+        return str(self.ranks[0].device.name)
+
+    @property
     def device_name(self) -> str:
         """Name of the GPU, and what runs on it if that is not all of an engine of one rank."""
-        name = str(self.ranks[0].device.name)
+        name = self.gpu_name
         if self.rank_slice is not None:
             return f"{name}, {self.rank_slice}"
         return name if len(self.ranks) == 1 else f"{len(self.ranks)} x {name}"
