@@ -10,7 +10,7 @@ GPUs, which do not hold all 48: its configuration is written with `--layers 36`,
 NVFP4. GPU time by graph replay, median of 60, weights cold in the L2. Rows of FILE that are
 measured anew are replaced, all others stay: those of kernels come from `perf/kernels`. With
 `--profile` each figure of a step has its `launches`: what the step takes longer for each, which
-adds up. Either engine takes about two minutes.
+adds up.
 """
 
 import argparse
