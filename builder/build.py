@@ -26,6 +26,7 @@ from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower, start_compiling
+from inkrt.builder.memory import require_fits
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
@@ -210,6 +211,7 @@ def build_engine(
             f"of up to {MAX_VERIFY_TOKENS} tokens takes the kernel without tensor cores"
         )
     prepared = prepare(checkpoint, options, progress, dump_folder, timing_cache, draft_checkpoint)
+    require_fits(prepared.memory.total, options.target, options.tp_size)
     is_dummy = options.weights == "dummy"
     needed = _FOLDER_OVERHEAD_BYTES + (0 if is_dummy else prepared.weight_bytes)
     with staged_folder(target, needed) as folder:

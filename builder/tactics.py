@@ -1,9 +1,11 @@
 """Choosing a tactic for an operator call on a GPU target.
 
 The candidates come from `plugins/<op>/tactics.py`, best guess first. The fastest of those that the
-timing cache knows is taken; if it knows none, the first.
+timing cache knows is taken; if it knows none, the first. Of launches that exchange data, times of
+real ranks count, and where there are none those of a slice whose collectives were looped back.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +17,7 @@ from torch.fx import Node
 
 from inkrt.builder.kv_order import is_written_first
 from inkrt.builder.rewrite import arguments, module_path
-from inkrt.builder.timing_cache import DEVICES, KernelDigests, TimingCache
+from inkrt.builder.timing_cache import DEVICES, KernelDigests, TimingCache, looped_back
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Plugin
 from inkrt.plugins.tactic import CallArgs, Tactic, TensorArg, strides_of_view
@@ -36,24 +38,34 @@ class TacticChooser:
         self._device = DEVICES.get(target, "")
         self._cache = cache or TimingCache()
         self._digests = KernelDigests(target)
-        # What was decided, by operator and kernels of the first candidate.
-        self._timed: dict[tuple[str, str], bool] = {}
+        # What was decided, by operator and kernels of the first candidate: the device whose times
+        # did, "" if there were none.
+        self._timed: dict[tuple[str, str], str] = {}
 
     def choose(self, op: str, candidates: Sequence[Tactic]) -> Tactic:
         """The fastest of the candidates with known times, else the first."""
         if len(candidates) == 1:
             return candidates[0]
         digests = [self._digests.of_tactic(tactic) for tactic in candidates]
-        times = [self._cache.median_us(self._device, op, digest) for digest in digests]
-        known = [(time, number) for number, time in enumerate(times) if time is not None]
-        self._timed[op, digests[0]] = bool(known)
-        return candidates[min(known)[1] if known else 0]
+        for device in (self._device, looped_back(self._device)):
+            times = [self._cache.median_us(device, op, digest) for digest in digests]
+            known = [(time, number) for number, time in enumerate(times) if time is not None]
+            if known:
+                self._timed[op, digests[0]] = device
+                return candidates[min(known)[1]]
+        self._timed[op, digests[0]] = ""
+        return candidates[0]
 
     def summary(self) -> str:
         """A line for the log: where the choices came from, each distinct one counted once."""
-        timed = sum(self._timed.values())
-        line = f"tactics: {len(self._timed)} choices, {timed} by the timing cache"
-        if unknown := len(self._timed) - timed:
+        count = Counter(self._timed.values())
+        unknown = count[""]
+        line = (
+            f"tactics: {len(self._timed)} choices, {len(self._timed) - unknown} by the timing cache"
+        )
+        if of_slices := count[looped_back(self._device)]:
+            line += f" ({of_slices} by times of collectives looped back, without the way to others)"
+        if unknown:
             has = ", ".join(self._cache.devices) or "none"
             line += (
                 f", {unknown} unknown to it and left at the first "

@@ -104,7 +104,7 @@ def prompt(options: argparse.Namespace) -> dict[str, Any]:
 def figure_of(
     workload: str,
     us: float,
-    targets: tuple[float, float, float],
+    targets: tuple[float, float, float] | tuple[None, None, None],
     command: str,
     commit: str,
     device: str,

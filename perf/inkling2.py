@@ -4,30 +4,44 @@
     ink-build CONFIG -o ENGINE --target sm_90a --weights dummy --tp-size 4 --moe-split width
     python perf/inkling2.py ENGINE --commit HASH --profile -o perf/results/inkling2-h200.json
 
-An engine of four ranks gives the steps of one of them on one GPU, its collectives looped back. One
-of two ranks gives the time of a layer on two GPUs, which do not hold all 48: its configuration is
-written with `--layers 36`, and all these are NVFP4. GPU time by graph replay, median of 60, weights
-cold in the L2. Rows of FILE that are measured anew are replaced, all others stay: those of kernels
-come from `perf/kernels`. With `--profile` each figure of a step has its `launches`: what the step
-takes longer for each, which adds up.
+An engine of four ranks gives the steps of one of them on one GPU, its collectives looped back; with
+262,144 positions also those at the last ones. One of two ranks gives the time of a layer on two
+GPUs, which do not hold all 48: its configuration is written with `--layers 36`, and all these are
+NVFP4. GPU time by graph replay, median of 60, weights cold in the L2. Rows of FILE that are
+measured anew are replaced, all others stay: those of kernels come from `perf/kernels`. With
+`--profile` each figure of a step has its `launches`: what the step takes longer for each, which
+adds up.
 """
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flint import NARROW_CUT_RUNS, bench, figure_of
+from flint import bench, figure_of
 
+Targets = tuple[float, float, float] | None
 # The project's targets for H200s at 4.55 TB/s: floor, must and goal, in ms for steps of a rank of
 # four by step and context, and in us for a decode step's layer on two GPUs.
-SLICE_TARGETS = {
+SLICE_TARGETS: dict[tuple[str, int], Targets] = {
     ("decode", 8192): (1.04, 1.75, 1.45),
     ("decode", 100_000): (1.21, 2.0, 1.65),
     ("verify4", 8192): (2.1, 3.4, 2.8),
     ("verify8", 8192): (3.5, 5.6, 4.6),
 }
-LAYER_TARGETS = (40.3, 60.0, 52.0)
+LAYER_TARGETS: dict[tuple[str, int], Targets] = {
+    ("decode", 8192): (40.3, 60.0, 52.0),
+    ("verify4", 8192): None,
+    ("verify8", 8192): None,
+}
+# The last positions that a step can have of as many as Inkling-2-Small is trained for.
+LAST_POSITION = 262_144
+LAST_TARGETS: dict[tuple[str, int], Targets] = {
+    ("decode", LAST_POSITION - 1): None,
+    ("verify8", LAST_POSITION - 8): None,
+}
+CUT_RUNS = 10  # replays of each cut of a profile, of which there are some 340
 NUM_LAYERS, NVFP4_LAYERS = 48, 40
 
 
@@ -49,13 +63,17 @@ def main() -> int:
     engine = json.loads((options.engine / "config.json").read_text(encoding="utf-8"))
     tp_size, layers = engine["tp_size"], engine["model"]["num_layers"]
     if tp_size == 2:
-        write_rows(options.out, [layer_on_two(options, layers)])
+        options.profile = True  # prices tell the layers from the head
+        write_rows(options.out, layers_on_two(options, layers))
         return 0
     if (tp_size, layers) != (4, NUM_LAYERS):
         parser.error(f"the engine has {layers} layers on {tp_size} ranks; the table is of 48 on 4")
-    for step in dict.fromkeys(step for step, _ in SLICE_TARGETS):
-        # After each step, so that a time limit loses nothing.
-        write_rows(options.out, slice_steps(options, step))
+    targets = dict(SLICE_TARGETS)
+    if engine["max_seq_len"] >= LAST_POSITION:
+        targets |= LAST_TARGETS
+    # After each context, so that a time limit loses nothing.
+    for context in dict.fromkeys(context for _, context in targets):
+        write_rows(options.out, slice_steps(options, targets, context))
     return 0
 
 
@@ -84,18 +102,16 @@ def write_config(folder: Path, num_layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def slice_steps(options: argparse.Namespace, step: str) -> list[dict[str, Any]]:
-    """Figures of a step of one rank of four at its contexts."""
-    contexts = ",".join(str(context) for name, context in SLICE_TARGETS if name == step)
-    command = (
-        f"ink-bench engine ENGINE --rank-slice 0/4 --steps {step} --contexts {contexts} --runs 60"
-    )
-    result = bench(options, command, cut_runs=NARROW_CUT_RUNS)
+def slice_steps(
+    options: argparse.Namespace, targets: Mapping[tuple[str, int], Targets], context: int
+) -> list[dict[str, Any]]:
+    """Figures of the steps of one rank of four at a context."""
+    command, result = measure(options, targets, context, "--rank-slice 0/4 ")
     return [
         figure_of(
-            f"{step} at {row['context']}, rank slice 0/4, collectives looped back",
+            f"{row['step']} at {context}, rank slice 0/4, collectives looped back",
             row["median_us"],
-            SLICE_TARGETS[step, row["context"]],
+            targets[row["step"], context] or (None, None, None),
             command,
             options.commit,
             result["device"],
@@ -109,33 +125,50 @@ def slice_steps(options: argparse.Namespace, step: str) -> list[dict[str, Any]]:
     ]
 
 
-def layer_on_two(options: argparse.Namespace, num_layers: int) -> dict[str, Any]:
-    """Time of a layer of a decode step on two GPUs, both collectives included."""
-    options.profile = True  # prices tell the layers from the head
-    command = "ink-bench engine ENGINE --steps decode --contexts 8192 --runs 60"
-    result = bench(options, command, cut_runs=NARROW_CUT_RUNS)
-    (row,) = result["rows"]
-    of_layers = sum(
-        us
-        for kind in row["launches"]
-        for module, us in kind["us_of_modules"].items()
-        if module.startswith("layers.")
-    )
-    figure = figure_of(
-        "decode at 8192 on two GPUs, a layer",
-        1e3 * of_layers / num_layers,
-        LAYER_TARGETS,
-        f"{command} --profile --profile-runs {NARROW_CUT_RUNS}",
-        options.commit,
-        result["device"],
-    )
+def measure(
+    options: argparse.Namespace,
+    targets: Mapping[tuple[str, int], Targets],
+    context: int,
+    extra: str = "",
+) -> tuple[str, dict[str, Any]]:
+    """The command that times all steps wanted at a context, and what it gives."""
+    steps = ",".join(name for name, wanted in targets if wanted == context)
+    command = f"ink-bench engine ENGINE {extra}--steps {steps} --contexts {context} --runs 60"
+    result = bench(options, command, cut_runs=CUT_RUNS)
+    return f"{command} --profile --profile-runs {CUT_RUNS}" if options.profile else command, result
+
+
+def layers_on_two(options: argparse.Namespace, num_layers: int) -> list[dict[str, Any]]:
+    """Time of a layer of each step on two GPUs, both collectives included."""
+    ((_, context), *_) = LAYER_TARGETS
+    command, result = measure(options, LAYER_TARGETS, context)
     num_nvfp4 = min(num_layers, NVFP4_LAYERS)
-    return figure | {
-        "unit": "us",
-        "model": f"first {num_layers} layers of Inkling-2-Small, NVFP4 experts in {num_nvfp4} of "
-        f"them, dummy weights",
-        "step": {"ms": round(row["median_us"] / 1e3, 4), **facts_of(row)},
-    }
+    rows = []
+    for row in result["rows"]:
+        of_layers = sum(
+            us
+            for kind in row["launches"]
+            for module, us in kind["us_of_modules"].items()
+            if module.startswith("layers.")
+        )
+        figure = figure_of(
+            f"{row['step']} at {context} on two GPUs, a layer",
+            1e3 * of_layers / num_layers,
+            LAYER_TARGETS[row["step"], context] or (None, None, None),
+            command,
+            options.commit,
+            result["device"],
+        )
+        rows.append(
+            figure
+            | {
+                "unit": "us",
+                "model": f"first {num_layers} layers of Inkling-2-Small, NVFP4 experts in "
+                f"{num_nvfp4} of them, dummy weights",
+                "step": {"ms": round(row["median_us"] / 1e3, 4), **facts_of(row)},
+            }
+        )
+    return rows
 
 
 def facts_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,15 @@
     ink-build CHECKPOINT -o ENGINE --max-batch-size 3
     python perf/speculation_equality.py ENGINE DATA/heldout.npz DATA/tasks.json --commit HASH \
         -o perf/results/FILE.json [--count 500] [--jobs 2]
+    python perf/acceptance_compare.py perf/results/FILE.json perf/results/OTHER.json
 
 Three fifths of the prompts are held-out texts, cut at the places where something ends in the engine
 (rings, windows, pages, pieces of prefill) and between them, up to 2,000 tokens; the others are chat
 tasks of every kind. Each is answered at temperature 0 and 1, without speculation and with it, in
-one process with one thread. Drafts come from the engine's drafter with all widths fixed, from the
-drafter with widths by confidence, or from n-grams, in turns. Cuts of one text share the steps that
-read its whole pieces, by `Session.fork`; what follows them is what a new session would do.
+one process with one thread, or by an engine on a GPU, which is opened once (`--jobs 1`). Drafts
+come from the engine's drafter with all widths fixed, from the drafter with widths by confidence, or
+from n-grams, in turns. Cuts of one text share the steps that read its whole pieces, by
+`Session.fork`; what follows them is what a new session would do.
 
 Tokens and the reason to end must be equal, and the acceptance length that is counted from the
 tokens of each verify step must be the reported one. The first difference ends the run with status 1
@@ -33,10 +35,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from acceptance_compare import ratio_with_error
 
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.engine_file import read_config
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.executor.cuda import CudaExecutor
 from inkrt.runtime.generation import Generation, check_request
 from inkrt.runtime.output import CompletionOutput
 from inkrt.runtime.sampling import draw
@@ -81,6 +85,7 @@ class Row:
 
     Attributes:
         tokens: that were generated and compared, but for the first, which the prompt's step gives.
+        drafted: tokens that rounds read as drafts, of which `accepted` became output.
         difference: what differed, in words; "" if nothing did.
     """
 
@@ -92,6 +97,7 @@ class Row:
     tokens: int
     rounds: int
     plain_steps: int
+    drafted: int
     accepted: int
     acceptance_length: float
     difference: str = ""
@@ -100,7 +106,7 @@ class Row:
 def main() -> int:
     """Compare all prompts, print a table, write the figures; 1 at a difference."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("engine", type=Path, help="for the CPU, with three sessions")
+    parser.add_argument("engine", type=Path, help="of any target, with three sessions")
     parser.add_argument("prompts", type=Path, nargs="+", help="heldout.npz, tasks.json")
     parser.add_argument("-o", "--out", type=Path, required=True)
     parser.add_argument("--commit", required=True)
@@ -113,18 +119,14 @@ def main() -> int:
     done = {row.number for row in rows}
     started = time.monotonic()
     waiting = [group for group in groups if not done >= {prompt.number for prompt in group}]
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        futures = [pool.submit(compare_group, options.engine, group) for group in waiting]
-        for future in as_completed(futures):
-            new = future.result()
-            if different := [row.difference for row in new if row.difference]:
-                pool.shutdown(cancel_futures=True)
-                say("\n".join(different))
-                return 1
-            rows += new
-            with kept.open("a") as file:
-                file.writelines(json.dumps(asdict(row)) + "\n" for row in new)
-            say(f"{time.monotonic() - started:6.0f} s: {len(rows) // 2} of {options.count} prompts")
+    for new in compare_groups(options.engine, waiting, options.jobs):
+        if different := [row.difference for row in new if row.difference]:
+            say("\n".join(different))
+            return 1
+        rows += new
+        with kept.open("a") as file:
+            file.writelines(json.dumps(asdict(row)) + "\n" for row in new)
+        say(f"{time.monotonic() - started:6.0f} s: {len(rows) // 2} of {options.count} prompts")
     rows.sort(key=lambda row: (row.number, row.temperature))
     assert len(rows) == 2 * options.count, f"{kept} is of another choice of prompts; remove it"
     write(options, rows)
@@ -185,14 +187,37 @@ def grouped(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
         yield list(prompts[start : start + CUTS])
 
 
-def compare_group(folder: Path, prompts: Sequence[Prompt]) -> list[Row]:
-    """Rows of prompts; after a difference there are no more."""
-    import torch
+def compare_groups(
+    folder: Path, groups: Sequence[Sequence[Prompt]], jobs: int
+) -> Iterator[list[Row]]:
+    """Rows of every group: of one engine in turn, or of an engine for each of several processes."""
+    if jobs > 1:
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            futures = [pool.submit(compare_in_process, folder, group) for group in groups]
+            try:
+                yield from (future.result() for future in as_completed(futures))
+            finally:
+                pool.shutdown(cancel_futures=True)
+        return
+    if read_config(folder).target == "cpu":
+        import torch
 
-    torch.set_num_threads(1)
-    rows: list[Row] = []
+        torch.set_num_threads(1)
     with Engine.open(folder) as engine:
-        base = engine.session()
+        for group in groups:
+            yield compare_group(engine, group)
+
+
+def compare_in_process(folder: Path, prompts: Sequence[Prompt]) -> list[Row]:
+    """Rows of prompts by an engine of their own."""
+    (rows,) = compare_groups(folder, [prompts], 1)
+    return rows
+
+
+def compare_group(engine: Engine, prompts: Sequence[Prompt]) -> list[Row]:
+    """Rows of prompts; after a difference there are no more."""
+    rows: list[Row] = []
+    with engine.session() as base:
         for prompt in prompts:
             tokens = prompt.tokens
             if base.tokens != tokens[: base.length] or base.length >= len(tokens):
@@ -256,8 +281,8 @@ def compare(engine: Engine, base: Session, prompt: Prompt, temperature: float) -
         )
     return Row(
         prompt.number, prompt.kind, len(tokens), prompt.way, temperature,
-        len(plain.token_ids) - 1, stats.rounds, stats.plain_steps, stats.accepted, counted,
-        difference,
+        len(plain.token_ids) - 1, stats.rounds, stats.plain_steps, stats.drafted, stats.accepted,
+        counted, difference,
     )  # fmt: skip
 
 
@@ -297,7 +322,7 @@ def explain(
 def write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     """The table, on the terminal and in the result."""
     table = []
-    names = ("tokens", "rounds", "accepted", "plain_steps")
+    names = ("tokens", "rounds", "drafted", "accepted", "plain_steps")
     say(f"{'prompt tokens':<16}{'prompts':>12}" + "".join(f"{name:>12}" for name in names))
     lows = [1, *(high + 1 for high in BUCKETS[:-1])]
     for low, high in zip(lows, BUCKETS, strict=True):
@@ -307,17 +332,18 @@ def write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         counts = [len(inside) // 2, *sums.values()]
         say(f"{f'{low}..{high}':<16}" + "".join(f"{count:>12}" for count in counts))
     ways = {
-        f"{way}, {'text' if is_text else 'chat'}, T={temperature:g}": mean_length(
+        f"{way}, {'text' if is_text else 'chat'}, T={temperature:g}": [
             row
             for row in rows
             if (row.way, row.kind == "text", row.temperature) == (way, is_text, temperature)
-        )
+        ]
         for way in WAYS
         for is_text in (True, False)
         for temperature in (0.0, 1.0)
     }
-    for name, length in ways.items():
-        say(f"{name}: {length:.2f} tokens a round")
+    lengths = {name: mean_length(chosen) for name, chosen in ways.items()}
+    for name, (length, error) in lengths.items():
+        say(f"{name}: {length:.2f} tokens a round, standard error {error:.3f}")
     say(f"equal: {sum(row.tokens for row in rows)} tokens behind {options.count} prompts")
     result = {
         "workload": f"{options.count} prompts of up to {MAX_LENGTH} tokens, coupled and plain",
@@ -325,22 +351,32 @@ def write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         "unit": "differences",
         "tokens": sum(row.tokens for row in rows),
         "by_length": table,
-        "acceptance_length": {name: round(length, 3) for name, length in ways.items()},
+        "acceptance_length": {name: round(length, 3) for name, (length, _) in lengths.items()},
+        "acceptance_error": {name: round(error, 4) for name, (_, error) in lengths.items()},
+        "drafted": {name: sum(row.drafted for row in chosen) for name, chosen in ways.items()},
+        "accepted": {name: sum(row.accepted for row in chosen) for name, chosen in ways.items()},
         "command": "python perf/speculation_equality.py ENGINE DATA/heldout.npz DATA/tasks.json "
         f"--count {options.count} --jobs {options.jobs}",
         "commit": options.commit,
         "checkpoint": read_config(options.engine).checkpoint_fingerprint,
-        "device": cpu_name(),
+        "device": device_name(options.engine),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
     options.out.write_text(json.dumps([result], indent=1) + "\n", encoding="utf-8")
 
 
-def mean_length(rows: Iterator[Row]) -> float:
-    """Tokens of a round, over all rounds."""
-    chosen = list(rows)
-    rounds = sum(row.rounds for row in chosen)
-    return sum(row.rounds * row.acceptance_length for row in chosen) / max(rounds, 1)
+def mean_length(rows: Sequence[Row]) -> tuple[float, float]:
+    """Tokens of a round, over all rounds, and the standard error, prompts being independent."""
+    return ratio_with_error([(row.rounds * row.acceptance_length, row.rounds) for row in rows])
+
+
+def device_name(folder: Path) -> str:
+    """What the engine runs on."""
+    if read_config(folder).target == "cpu":
+        return cpu_name()
+    with Engine.open(folder) as engine:
+        assert isinstance(engine.executor, CudaExecutor)
+        return engine.executor.device_name
 
 
 def cpu_name() -> str:

@@ -2,13 +2,18 @@
 
 Launches of one kind differ in addresses only. They are timed in chains (`runtime.executor.
 cuda_timing`): each with the weights and state of its own layer, all on the activations of the first
-one, which the step has computed up to there. So routing is that of the step.
+one, which the step has computed up to there. So routing is that of the step. Of launches that
+choose experts it is the middle one: rows of the first layers share what attention adds to all.
+
+Launches that exchange data run on all ranks in lock-step. On a rank slice they hear themselves,
+which their times in the cache say.
 """
 
 import contextlib
 import datetime
 import math
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from inkrt.commands import console
-from inkrt.commands.bench_routing import StepReader, launch_routing
+from inkrt.commands.bench_routing import Routing, StepReader, has_routing, launch_routing
 from inkrt.commands.bench_step import floor_us, launch_bytes, step_input_of
 from inkrt.errors import ConfigError
 from inkrt.runtime.engine_file import CONFIG_NAME, FORMAT, EngineConfig, StepSpec
@@ -35,6 +40,7 @@ from inkrt.runtime.plan import (
     Ref,
     Refs,
     TensorParam,
+    slot_bytes,
 )
 
 if TYPE_CHECKING:
@@ -67,9 +73,9 @@ class Kind:
     """Launches of a plan that run the same kernels.
 
     Attributes:
-        first: index of the first one.
+        first: index of the one whose activations all have: the first, or one in the middle.
         count: how many there are in the step.
-        launches: the first ones, all with the activations of the first.
+        launches: the first ones.
     """
 
     first: int
@@ -85,9 +91,13 @@ def kinds_of(plan: Plan) -> list[Kind]:
         indices.setdefault(key, []).append(index)
     kinds = []
     for members in indices.values():
-        first = plan.launches[members[0]]
-        launches = [_moved(plan, plan.launches[index], first) for index in members[:MAX_LAYERS]]
-        kinds.append(Kind(members[0], len(members), tuple(launches)))
+        is_middle = has_routing(plan.launches[members[0]].op)
+        chosen = members[len(members) // 2 if is_middle else 0]
+        launches = [
+            _moved(plan, plan.launches[index], plan.launches[chosen])
+            for index in members[:MAX_LAYERS]
+        ]
+        kinds.append(Kind(chosen, len(members), tuple(launches)))
     return kinds
 
 
@@ -232,36 +242,62 @@ class Bench:
         num_bytes = launch_bytes(self._config, plan, self._context)
         kinds = kinds_of(plan)
         if self._tuner is not None:
+            started = time.monotonic()
             self._tuner.compile(plan, [kind.launches[0] for kind in kinds])
+            seconds = time.monotonic() - started
+            console.say(f"{step.name}: tactics of {len(kinds)} calls compiled in {seconds:.1f} s")
+        saved = whole = 0.0
         for kind in kinds:
             own = msgspec.structs.replace(plan, launches=kind.launches, scratch_bytes=0, fills=())
             candidates = self._candidates(plan, kind)
             plans = [candidate.plan for candidate in candidates] or [own]
-            moved = self._bytes(plan, kind, step_input, num_bytes[kind.first])
+            routing = self._routing(plan, kind, step_input)
+            moved = num_bytes[kind.first]
+            if routing:
+                pairs = zip(routing, kind.launches, strict=True)
+                moved = round(mean(one.bytes_of(launch) for one, launch in pairs))
             chains = [chain_of(item, moved) for item in plans]
             times = self._timer.chains(step.name, step_input, kind.first, chains, self._runs)
             fastest = min(median(of_chain) for of_chain in times)
             for number, (chain, of_chain) in enumerate(zip(chains, times, strict=True)):
                 launch = chain.plan.launches[0]
+                device = self._device(chain.plan)
                 if self._writer is not None:
                     self._writer.add(
-                        self._executor.device_name, plan, kind.launches[0], candidates[number],
-                        of_chain, self._context,
-                    )  # fmt: skip
+                        device, plan, kind.launches[0], candidates[number], of_chain, self._context
+                    )
                 row = self._row(kind, chain, of_chain, moved)
                 row |= {"is_chosen": launch.tactic == kind.launches[0].tactic}
-                row |= {"is_fastest": row["median_us"] == fastest}
+                row |= {"is_fastest": row["median_us"] == fastest, "device": device}
+                if row["is_chosen"]:
+                    saved += kind.count * (row["median_us"] - fastest)
+                    whole += kind.count * row["median_us"]
+                if routing:
+                    row["experts"] = mean(one.distinct for one in routing)
+                    row["experts_if_independent"] = routing[0].independent
                 _say(step.name, row)
                 yield {"step": step.name, **row}
+        if self._tuner is not None:
+            console.say(
+                f"{step.name}: {whole:.1f} us in chains by the engine's tactics, "
+                f"{whole - saved:.1f} by the fastest"
+            )
 
-    def _bytes(self, plan: Plan, kind: Kind, step_input: StepInput, num_bytes: int) -> int:
-        """Least bytes of one launch of a chain, on average over the experts that they read."""
-        of_launches = [
-            routing.bytes_of(launch)
+    def _device(self, plan: Plan) -> str:
+        """Whose the times of launches are."""
+        from inkrt.builder.timing_cache import looped_back
+
+        executor = self._executor
+        has_exchange = executor.rank_slice is not None and slot_bytes([plan]) > 0
+        return looped_back(executor.gpu_name) if has_exchange else executor.gpu_name
+
+    def _routing(self, plan: Plan, kind: Kind, step_input: StepInput) -> list[Routing]:
+        """What each launch of a chain chooses; nothing if it has no experts."""
+        found = (
+            launch_routing(self._timer, plan, launch, step_input, kind.first)
             for launch in kind.launches
-            if (routing := launch_routing(self._timer, plan, launch, step_input, kind.first))
-        ]
-        return round(mean(of_launches)) if of_launches else num_bytes
+        )
+        return [routing for routing in found if routing is not None]
 
     def _candidates(self, plan: Plan, kind: Kind) -> "list[Candidate]":
         if self._tuner is None:
@@ -305,7 +341,11 @@ def _say(step: str, row: dict[str, Any]) -> None:
         f"{row['floor_us']:>10.2f}{row['part_of_bandwidth']:>10.2f}{row['cold_by']:>10}"
     )
     marks = ("*" if row["is_chosen"] else " ") + ("<" if row["is_fastest"] else " ")
-    console.say(f"{step:<10}{row['op']:<20}{figures} {marks} {row['tactic']}")
+    experts = ""
+    if "experts" in row:
+        independent = row["experts_if_independent"]
+        experts = f", {row['experts']:.1f} experts, {independent:.1f} if independent"
+    console.say(f"{step:<10}{row['op']:<20}{figures} {marks} {row['tactic']}{experts}")
 
 
 @contextlib.contextmanager

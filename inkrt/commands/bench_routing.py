@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from inkrt.runtime.executor import StepInput
 from inkrt.runtime.plan import DTYPE_BYTES, Const, Launch, Plan, Ref, weight_specs
 
-# Reads a tensor argument of a launch, by the argument's name.
-_Read = Callable[[str], NDArray[Any]]
+# Tensor arguments of a launch, by name.
+_Values = Mapping[str, NDArray[Any]]
 
 
 class StepReader(Protocol):
@@ -51,17 +51,22 @@ class Routing:
         return launch.bytes - of_independent + self.distinct * self.expert_bytes
 
 
-def _scores_of_moe(read: _Read) -> NDArray[np.float32]:
-    logits = read("x") @ read("router_weight").T
-    scores: NDArray[np.float32] = 1 / (1 + np.exp(-logits)) + read("router_bias")
+def _scores_of_moe(values: _Values) -> NDArray[np.float32]:
+    logits = values["x"] @ values["router_weight"].T
+    scores: NDArray[np.float32] = 1 / (1 + np.exp(-logits)) + values["router_bias"]
     return scores
 
 
-# By operator: what its tokens choose the largest of, float32 [T, E].
-_SCORES: Mapping[str, Callable[[_Read], NDArray[np.float32]]] = {
-    "moe": _scores_of_moe,
-    "flint_moe": lambda read: read("logits"),
+# By operator: arguments, and what its tokens choose the largest of by them, float32 [T, E].
+_SCORES: Mapping[str, tuple[Sequence[str], Callable[[_Values], NDArray[np.float32]]]] = {
+    "moe": (("x", "router_weight", "router_bias"), _scores_of_moe),
+    "flint_moe": (("logits",), lambda values: values["logits"]),
 }
+
+
+def has_routing(op: str) -> bool:
+    """Whether an operator's tokens choose experts."""
+    return op in _SCORES
 
 
 def step_routing(reader: StepReader, plan: Plan, step_input: StepInput) -> dict[int, Routing]:
@@ -86,19 +91,20 @@ def launch_routing(
     assert isinstance(top_k, Const)
     assert isinstance(top_k.value, int), f"{launch.op}: top_k is {top_k.value}"
 
-    def read(name: str) -> NDArray[Any]:
-        index = _tensor(launch, name)
+    names, scores_of = _SCORES[launch.op]
+    if isinstance(launch.args["rank"], Ref):
+        names = [*names, "rank"]
+    indices = [_tensor(launch, name) for name in names]
+    found = reader.read(plan.name, step_input, until, indices)
+    values = {}
+    for name, index, data in zip(names, indices, found, strict=True):
         spec = plan.tensors[index]
-        (data,) = reader.read(plan.name, step_input, until, [index])
-        return _values(data, spec.dtype).reshape(spec.shape)
-
-    scores = _SCORES[launch.op](read)
+        values[name] = _values(data, spec.dtype).reshape(spec.shape)
+    scores = scores_of(values)
     # Ties go to the lowest id, as in the operators.
     ids = np.argsort(-scores, axis=-1, kind="stable")[:, : top_k.value]
     num_own = plan.tensors[_tensor(launch, "gate_up")].shape[0]
-    first = 0
-    if isinstance(launch.args["rank"], Ref):
-        first = int(read("rank")[0]) * num_own
+    first = int(values["rank"][0]) * num_own if "rank" in values else 0
     distinct = np.unique(ids)
     num_tokens, num_experts = scores.shape
     independent = num_own * (1 - (1 - top_k.value / num_experts) ** num_tokens)

@@ -56,6 +56,7 @@ def build(
 
     from inkrt.builder.build import build_engine, prepare
     from inkrt.builder.checkpoint import open_checkpoint
+    from inkrt.builder.memory import require_fits
     from inkrt.commands import engine_text
 
     started = time.monotonic()
@@ -69,6 +70,7 @@ def build(
         prepared = prepare(opened, options, progress, dump_graph, timing_cache, draft_checkpoint)
         table = engine_text.memory(prepared.memory, prepared.state, prepared.plans)
         console.say("\n".join(table))
+        require_fits(prepared.memory.total, options.target, options.tp_size)
     else:
         build_engine(checkpoint, out, options, progress, dump_graph, timing_cache, draft_checkpoint)
         if costs:

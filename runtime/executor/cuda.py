@@ -32,6 +32,8 @@ from inkrt.runtime.executor.rank_threads import RankThreads
 from inkrt.runtime.plan import Plan
 
 NO_TOKEN = 0xFFFFFFFF
+# Longest that a decode step may take, in seconds, some thousand times what it does.
+TOKEN_S = 20.0
 T = TypeVar("T")
 
 
@@ -79,7 +81,9 @@ class CudaExecutor:
         try:
             self._open(opened, folder, config, numbers)
             self.ranks = [opened[index] for index in range(len(numbers))]
-            self._threads.run(lambda index: self.ranks[index].prepare(self._mailboxes()))
+            self._threads.run(
+                lambda index: self.ranks[index].prepare(self._mailboxes()), is_patient=True
+            )
         except BaseException:
             for rank in opened.values():
                 rank.enter()
@@ -122,13 +126,13 @@ class CudaExecutor:
     def await_token(self, position: int) -> int:
         """Spin on pinned memory until the token for `position` has been drawn."""
         ring, slot = self.ranks[0].ring, position % RING_SIZE
-        spins = 0
+        spins, deadline = 0, time.monotonic() + TOKEN_S
         while (word := int(ring[slot])) >> 32 != position:
             spins += 1
             if spins % 100 == 0:  # other threads of the host have work too
                 time.sleep(0)
             if spins % 100_000 == 0:  # a dead GPU must not hang the host
-                self._require_alive(slot, position)
+                self._require_alive(slot, position, deadline)
         token = word & 0xFFFFFFFF
         if token == NO_TOKEN:
             self.require_sound()
@@ -175,15 +179,25 @@ class CudaExecutor:
         return self.ranks[0].memory
 
     @property
+    def gpu_name(self) -> str:
+        """Name of the GPU, the same for all ranks."""
+        return str(self.ranks[0].device.name)
+
+    @property
     def device_name(self) -> str:
         """Name of the GPU, and what runs on it if that is not all of an engine of one rank."""
-        name = str(self.ranks[0].device.name)
+        name = self.gpu_name
         if self.rank_slice is not None:
             return f"{name}, {self.rank_slice}"
         return name if len(self.ranks) == 1 else f"{len(self.ranks)} x {name}"
 
     def close(self) -> None:
-        """Release all memory."""
+        """Release all memory.
+
+        Raises:
+            DeviceError: a rank is lost, see `rank_threads`. Its kernels may still write to others,
+                so all memory stays where it is until the process ends.
+        """
         if self.memory.base:
             try:
                 self.on_ranks(lambda rank: rank.close())
@@ -205,7 +219,7 @@ class CudaExecutor:
             rank = self.rank_slice.rank if self.rank_slice else index
             opened[index] = CudaRank(self._driver, device, folder, config, rank)
 
-        self._threads.run(open_rank)
+        self._threads.run(open_rank, is_patient=True)  # weights may come from a busy disk
         contexts = [rank.context for rank in opened.values()]
         self._threads.run(
             lambda index: enable_peer_access(self._driver, opened[index].check, contexts)
@@ -268,8 +282,14 @@ class CudaExecutor:
         self._queue.clear()
         self._threads.run(lambda index: self.ranks[index].memory.copy_entries(kind, source, target))
 
-    def _require_alive(self, slot: int, position: int) -> None:
+    def _require_alive(self, slot: int, position: int, deadline: float) -> None:
         if self.ranks[0].is_busy():
+            if time.monotonic() > deadline:
+                raise DeviceError(
+                    f"the GPU of rank 0 has worked on the token for position {position} for "
+                    f"{TOKEN_S:g} s: it has stalled; look at nvidia-smi, end this process and open "
+                    f"the engine again"
+                )
             return
         self.require_sound()
         if int(self.ranks[0].ring[slot]) >> 32 != position:

@@ -206,9 +206,9 @@ class DeviceMemory:
         if status:
             _, name = self._driver.cuGetErrorName(status)
             _, text = self._driver.cuGetErrorString(status)
-            raise DeviceError(
-                f"CUDA call failed: {(name or b'unknown').decode()}: {(text or b'').decode()}"
-            )
+            where = f" on rank {self.rank}" if self._config.tp_size > 1 else ""
+            why = f"{(name or b'unknown').decode()}: {(text or b'').decode()}"
+            raise DeviceError(f"CUDA call failed{where}: {why}")
         return values[0] if len(values) == 1 else tuple(values)
 
     def close(self) -> None:

@@ -5,28 +5,33 @@ activations that the first of them finds in its step. Weights are cold in the L2
 itself walks more bytes than the L2 holds before it comes round, or memory is written in between.
 The latter leaves lines that must be written back, which costs small launches a little.
 
+Ranks that wait for each other run the same chain in lock-step; a time is that of the slowest.
+
 This is a part of the CUDA executor that only benchmarks need, so it uses the executor's own means.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inkrt.errors import EngineMismatchError
 from inkrt.runtime.executor import StepInput
 from inkrt.runtime.executor.cuda import CudaExecutor
 from inkrt.runtime.executor.cuda_memory import ALIGNMENT
 from inkrt.runtime.executor.cuda_rank import CudaRank
-from inkrt.runtime.plan import LOOSE, KernelParam, Plan, TensorParam
+from inkrt.runtime.plan import LOOSE, KernelParam, Plan, TensorParam, slot_bytes
 
 # More than twice the L2 of an H200.
 FLUSH_BYTES = 128 * 2**20
 _WARM_UP_RUNS = 3
 _ROUNDS = 3
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +55,20 @@ class Chain:
 
 
 class Timer:
-    """Times work on the GPU of an executor, which must not run anything else meanwhile."""
+    """Times work on the GPUs of an executor, which must not run anything else meanwhile."""
 
     def __init__(self, executor: CudaExecutor) -> None:
         self._executor = executor
-        self._rank = executor.ranks[0]
-        self._driver, self._check = self._rank.driver, self._rank.check
 
     def load(self, cubins: Mapping[str, bytes]) -> None:
         """Make code known that the engine does not have."""
         from cuda.core import ObjectCode
 
-        modules = self._rank.modules
-        for name in cubins.keys() - modules.keys():
-            modules[name] = ObjectCode.from_cubin(cubins[name])
+        def load(rank: CudaRank) -> None:
+            for name in cubins.keys() - rank.modules.keys():
+                rank.modules[name] = ObjectCode.from_cubin(cubins[name])
+
+        self._executor.on_ranks(load)
 
     def step(
         self, step: str, step_input: StepInput, num_runs: int, *, until: int | None = None
@@ -89,9 +94,7 @@ class Timer:
                 return rank.graphs[step]
             return rank.capture(rank.plans[step], until=until)
 
-        graphs = dict(zip(executor.ranks, executor.on_ranks(graph), strict=True))
-        times = executor.on_ranks(lambda rank: self._replay(rank, graphs[rank], num_runs))
-        return [max(of_run) for of_run in zip(*times, strict=True)]
+        return self._slowest(self._of_ranks(graph), num_runs)
 
     def read(
         self, step: str, step_input: StepInput, until: int, tensors: Sequence[int]
@@ -101,16 +104,8 @@ class Timer:
         Raises:
             DeviceError: a kernel gave up waiting.
         """
-        executor = self._executor
-        executor.send_inputs(step_input)
-
-        def run(rank: CudaRank) -> None:
-            rank.capture(rank.plans[step], until=until).launch(rank.stream)
-            rank.require_sound()
-
-        if until:
-            executor.on_ranks(run)
-        return [executor.read(step, tensor) for tensor in tensors]
+        self._run_until(step, step_input, until)
+        return [self._executor.read(step, tensor) for tensor in tensors]
 
     def chains(
         self, step: str, step_input: StepInput, first: int, chains: Sequence[Chain], num_runs: int
@@ -126,41 +121,68 @@ class Timer:
 
         Raises:
             DeviceError: a kernel gave up waiting, or there is no memory for the chains' scratch.
+            EngineMismatchError: a chain sends more than the engine's inboxes hold.
         """
+        room = self._executor.memory.slot_bytes
+        if (most := slot_bytes([chain.plan for chain in chains])) > room:
+            raise EngineMismatchError(
+                f"a tactic sends {most:,} bytes to each rank, and the engine has room for "
+                f"{room:,}; build it again with this version"
+            )
         offsets, size = [], FLUSH_BYTES
         for chain in chains:
             offsets.append(size)
             size += -(-chain.plan.scratch_bytes // ALIGNMENT) * ALIGNMENT
-        base = int(self._check(self._driver.cuMemAlloc(size)))
-        try:
-            self._run_until(step, step_input, first)
-            graphs, stream = [], self._rank.stream.handle
+        bases: dict[CudaRank, int] = {}
+
+        def allocate(rank: CudaRank) -> None:
+            bases[rank] = int(rank.check(rank.driver.cuMemAlloc(size)))
+
+        def capture(rank: CudaRank) -> list[Any]:
+            graphs = []
             for chain, offset in zip(chains, offsets, strict=True):
+                scratch, stream = bases[rank] + offset, rank.stream.handle
                 for fill in chain.plan.fills:
-                    start = base + offset + fill.offset
-                    self._check(self._driver.cuMemsetD8Async(start, fill.value, fill.size, stream))
-                graphs.append(self._capture(chain, base, base + offset))
-            return self._take_turns(chains, graphs, base, num_runs)
+                    start = scratch + fill.offset
+                    rank.check(rank.driver.cuMemsetD8Async(start, fill.value, fill.size, stream))
+                graphs.append(self._capture(rank, chain, bases[rank], scratch))
+            return graphs
+
+        try:
+            self._executor.on_ranks(allocate)
+            self._run_until(step, step_input, first)
+            of_ranks = self._of_ranks(capture)
+            graphs = [
+                {rank: of_rank[number] for rank, of_rank in of_ranks.items()}
+                for number in range(len(chains))
+            ]
+            return self._take_turns(chains, graphs, bases, num_runs)
         finally:
-            self._check(self._driver.cuMemFree(base))
+            self._executor.on_ranks(
+                lambda rank: rank in bases and rank.check(rank.driver.cuMemFree(bases[rank]))
+            )
 
     def _take_turns(
-        self, chains: Sequence[Chain], graphs: list[Any], flushed: int, num_runs: int
+        self,
+        chains: Sequence[Chain],
+        graphs: list[dict[CudaRank, Any]],
+        flushed: Mapping[CudaRank, int],
+        num_runs: int,
     ) -> list[list[float]]:
         flushes = {
-            repeats: self._capture_flushes(flushed, repeats)
+            repeats: self._of_ranks(partial(self._capture_flushes, flushed, repeats))
             for repeats in {chain.repeats for chain in chains if chain.flush}
         }
         count = -(-num_runs // _ROUNDS)
         times: list[list[float]] = [[] for _ in chains]
         of_flushes: dict[int, list[float]] = {repeats: [] for repeats in flushes}
         for graph in graphs:
-            self._replay(self._rank, graph, _WARM_UP_RUNS)
+            self._slowest(graph, _WARM_UP_RUNS)
         for _ in range(_ROUNDS):
             for repeats, graph in flushes.items():
-                of_flushes[repeats] += self._replay(self._rank, graph, count)
+                of_flushes[repeats] += self._slowest(graph, count)
             for number, graph in enumerate(graphs):
-                times[number] += self._replay(self._rank, graph, count)
+                times[number] += self._slowest(graph, count)
         result = []
         for chain, of_chain in zip(chains, times, strict=True):
             other = median(of_flushes[chain.repeats]) if chain.flush else 0.0
@@ -168,12 +190,26 @@ class Timer:
         return result
 
     def _run_until(self, step: str, step_input: StepInput, until: int) -> None:
-        """Run the first launches of a step and wait."""
-        self._executor.send_inputs(step_input)
-        if until:
-            rank = self._rank
-            rank.capture(rank.plans[step], until=until).launch(rank.stream)
-        self._rank.require_sound()
+        """Run the first launches of a step on all ranks and wait."""
+        executor = self._executor
+        executor.send_inputs(step_input)
+
+        def run(rank: CudaRank) -> None:
+            if until:
+                rank.capture(rank.plans[step], until=until).launch(rank.stream)
+            rank.require_sound()
+
+        executor.on_ranks(run)
+
+    def _of_ranks(self, make: Callable[[CudaRank], T]) -> dict[CudaRank, T]:
+        """What is made for every rank, once all have it, so that they start together."""
+        executor = self._executor
+        return dict(zip(executor.ranks, executor.on_ranks(make), strict=True))
+
+    def _slowest(self, graphs: Mapping[CudaRank, Any], num_runs: int) -> list[float]:
+        """GPU time in us of every replay on the slowest rank."""
+        times = self._executor.on_ranks(lambda rank: self._replay(rank, graphs[rank], num_runs))
+        return [max(of_run) for of_run in zip(*times, strict=True)]
 
     def _replay(self, rank: CudaRank, graph: Any, num_runs: int) -> list[float]:
         """GPU time in us of every run of a graph of a rank, back to back."""
@@ -189,44 +225,47 @@ class Timer:
             check(driver.cuEventDestroy(event))
         return times
 
-    def _capture(self, chain: Chain, flushed: int, scratch: int) -> Any:
-        builder = self._begin()
+    def _capture(self, rank: CudaRank, chain: Chain, flushed: int, scratch: int) -> Any:
+        builder = self._begin(rank)
         for _ in range(chain.repeats):
             if chain.flush:
-                self._add_flush(builder, flushed)
+                self._add_flush(rank, builder, flushed)
             is_behind_flush = chain.flush
             for launch in chain.plan.launches:
                 for kernel in launch.kernels:
-                    params = [self._param(chain.plan, item, scratch) for item in kernel.params]
+                    params = [_param(rank, chain.plan, item, scratch) for item in kernel.params]
                     # Behind what is no kernel there can be no programmatic edge.
                     pdl = kernel.pdl and not is_behind_flush
-                    self._rank.add_kernel(builder, kernel, params, pdl=pdl)
+                    rank.add_kernel(builder, kernel, params, pdl=pdl)
                     is_behind_flush = False
-        return self._end(builder)
+        return self._end(rank, builder)
 
-    def _capture_flushes(self, flushed: int, repeats: int) -> Any:
-        builder = self._begin()
+    def _capture_flushes(
+        self, flushed: Mapping[CudaRank, int], repeats: int, rank: CudaRank
+    ) -> Any:
+        builder = self._begin(rank)
         for _ in range(repeats):
-            self._add_flush(builder, flushed)
-        return self._end(builder)
+            self._add_flush(rank, builder, flushed[rank])
+        return self._end(rank, builder)
 
-    def _add_flush(self, builder: Any, address: int) -> None:
+    def _add_flush(self, rank: CudaRank, builder: Any, address: int) -> None:
         stream = builder.stream.handle
-        self._check(self._driver.cuMemsetD32Async(address, 1, FLUSH_BYTES // 4, stream))
+        rank.check(rank.driver.cuMemsetD32Async(address, 1, FLUSH_BYTES // 4, stream))
 
-    def _param(self, plan: Plan, param: KernelParam, scratch: int) -> Any:
-        if isinstance(param, TensorParam):
-            spec = plan.tensors[param.tensor]
-            if spec.storage == LOOSE and not spec.name.startswith("error."):
-                return scratch + spec.offset
-        return self._rank.param(plan, param)
-
-    def _begin(self) -> Any:
-        builder = self._rank.device.create_graph_builder()
+    def _begin(self, rank: CudaRank) -> Any:
+        builder = rank.device.create_graph_builder()
         builder.begin_building()
         return builder
 
-    def _end(self, builder: Any) -> Any:
+    def _end(self, rank: CudaRank, builder: Any) -> Any:
         graph = builder.end_building().complete()
-        graph.upload(self._rank.stream)
+        graph.upload(rank.stream)
         return graph
+
+
+def _param(rank: CudaRank, plan: Plan, param: KernelParam, scratch: int) -> Any:
+    if isinstance(param, TensorParam):
+        spec = plan.tensors[param.tensor]
+        if spec.storage == LOOSE and not spec.name.startswith("error."):
+            return scratch + spec.offset
+    return rank.param(plan, param)

@@ -2,13 +2,21 @@
 
 A graph of some hundred kernels takes the host some 80 us to launch, in which the driver holds no
 lock of Python. From one thread the last rank would start so much later for every rank before it.
+
+A rank may be stuck in a call of the driver, if its GPU has stalled. Nobody waits for it longer than
+`PATIENCE_S`: it is lost then, as its thread cannot be ended, and whatever is asked for later fails.
 """
 
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+from inkrt.errors import DeviceError
+
+# How much longer than rank 0 another may take, in seconds. Kernels wait for each other some three
+# (`plugins/all_reduce/lamport.cuh`), and the longest steps take less than one.
+PATIENCE_S = 10.0
 T = TypeVar("T")
 
 
@@ -17,6 +25,8 @@ class _Worker:
 
     def __init__(self, number: int) -> None:
         self.failure: BaseException | None = None
+        self.is_lost = False
+        self._number = number
         self._todo: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._done: SimpleQueue[Any] = SimpleQueue()
         # A daemon: a process that never closes its engine must end all the same.
@@ -27,14 +37,26 @@ class _Worker:
         """Run a function later; what it raises first is kept."""
         self._todo.put(lambda: self._guard(function))
 
-    def start(self, function: Callable[[], T]) -> Callable[[], T | None]:
-        """Run a function; gives what waits for its result, None if it raises."""
+    def start(self, function: Callable[[], T]) -> None:
+        """Run a function, whose result `wait` gives."""
         self._todo.put(lambda: self._done.put(self._guard(function)))
-        return self._done.get
+
+    def wait(self, patience: float | None) -> Any:
+        """The result of what `start` was given; None if it raises, or if the rank is lost."""
+        try:
+            return self._done.get(timeout=patience)
+        except Empty:
+            self.is_lost = True
+            self.failure = self.failure or DeviceError(
+                f"rank {self._number} has not answered for {patience:g} s: its GPU has stalled; "
+                f"look at nvidia-smi, end this process and open the engine again"
+            )
+            return None
 
     def end(self) -> None:
         self._todo.put(None)
-        self._thread.join()
+        if not self.is_lost:
+            self._thread.join()
 
     def _guard(self, function: Callable[[], T]) -> T | None:
         try:
@@ -58,24 +80,30 @@ class RankThreads:
     def __init__(self, num_ranks: int) -> None:
         self._workers: list[_Worker] = [_Worker(rank) for rank in range(1, num_ranks)]
 
-    def run(self, function: Callable[[int], T]) -> list[T]:
+    def run(self, function: Callable[[int], T], *, is_patient: bool = False) -> list[T]:
         """Results of `function(rank)` on all ranks, side by side.
+
+        Args:
+            function: takes the rank.
+            is_patient: whether a rank may take as long as it wants, and not just PATIENCE_S longer
+                than rank 0.
 
         Raises:
             BaseException: the first that any call has raised since the last `run` or `join`, by
                 rank, but those of other ranks before that of rank 0, which may only follow.
+            DeviceError: a rank is lost.
         """
-        started = [
+        self._require_all()
+        for rank, worker in enumerate(self._workers, start=1):
             worker.start(lambda rank=rank: function(rank))  # type: ignore[misc]
-            for rank, worker in enumerate(self._workers, start=1)
-        ]
         failure: BaseException | None = None
         results: list[Any] = []
         try:
             results.append(function(0))
         except BaseException as error:
             failure = error
-        results += [wait() for wait in started]
+        patience = None if is_patient else PATIENCE_S
+        results += [worker.wait(patience) for worker in self._workers]
         self._raise_failure()
         if failure is not None:
             raise failure
@@ -85,7 +113,11 @@ class RankThreads:
         """Run `function(rank)` on all ranks; waits for that of rank 0 only.
 
         What it raises on others, the next `run` or `join` does.
+
+        Raises:
+            DeviceError: a rank is lost.
         """
+        self._require_all()
         for rank, worker in enumerate(self._workers, start=1):
             worker.post(lambda rank=rank: function(rank))  # type: ignore[misc]
         function(0)
@@ -100,14 +132,24 @@ class RankThreads:
             self.run(lambda _: None)
 
     def close(self) -> None:
-        """End all threads, once they have done what they were given. May be called again."""
+        """End all threads, once they have done what they were given. May be called again.
+
+        Those of lost ranks end with the process.
+        """
         while self._workers:
             self._workers.pop().end()
+
+    def _require_all(self) -> None:
+        """Raise if a rank is lost, whose failure stays."""
+        for worker in self._workers:
+            if worker.is_lost and worker.failure is not None:
+                raise worker.failure
 
     def _raise_failure(self) -> None:
         failures = [worker.failure for worker in self._workers]
         for worker in self._workers:
-            worker.failure = None
+            if not worker.is_lost:
+                worker.failure = None
         for failure in failures:
             if failure is not None:
                 raise failure

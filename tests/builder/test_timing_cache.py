@@ -15,6 +15,7 @@ from inkrt.builder.timing_cache import (
     Timing,
     TimingCache,
     describe_call,
+    looped_back,
     read_timing_cache,
     source_files,
 )
@@ -234,6 +235,30 @@ def test_the_log_counts_choices_once_each(folder: Path) -> None:
     assert "asked for no device; it has times of: none" in (
         (other := TacticChooser("sm_100a")).choose("op", pairs[0]) and other.summary()
     )
+
+
+def test_times_of_real_ranks_come_before_those_of_a_slice(folder: Path) -> None:
+    tactics = [tactic(folder, name, grid=grid) for grid, name in enumerate("abc", start=1)]
+    digests = [KernelDigests(TARGET).of_tactic(one) for one in tactics]
+    cache = TimingCache()
+    for number, us in enumerate((3.0, 2.0, 1.0)):
+        cache.add(looped_back(H200), "op", "call", timing("abc"[number], digests[number], us))
+    chooser = TacticChooser(TARGET, read_again(cache, folder))
+    assert chooser.choose("op", tactics).name == "c"
+    assert chooser.summary() == (
+        "tactics: 1 choices, 1 by the timing cache (1 by times of collectives looped back, without "
+        "the way to others)"
+    )
+    for number, us in enumerate((3.0, 2.0, 2.5)):  # slower all, and in another order
+        cache.add(H200, "op", "call", timing("abc"[number], digests[number], us))
+    chooser = TacticChooser(TARGET, read_again(cache, folder))
+    assert chooser.choose("op", tactics).name == "b"
+    assert chooser.summary() == "tactics: 1 choices, 1 by the timing cache"
+
+
+def read_again(cache: TimingCache, folder: Path) -> TimingCache:
+    (folder / "times.json").write_bytes(cache.encode())
+    return read_timing_cache(folder / "times.json")
 
 
 def test_calls_are_described_in_a_line() -> None:

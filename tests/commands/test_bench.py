@@ -33,11 +33,13 @@ from inkrt.runtime.engine_file import (
 )
 from inkrt.runtime.executor import StepInput
 from inkrt.runtime.executor.cuda_timing import FLUSH_BYTES, Chain
+from inkrt.runtime.executor.peers import RankSlice
 from inkrt.runtime.plan import (
     Const,
     IntParam,
     Kernel,
     Launch,
+    PeersParam,
     Plan,
     Ref,
     Refs,
@@ -133,7 +135,8 @@ class FakeTimer:
 
 
 class FakeExecutor:
-    device_name = "NVIDIA H200"
+    device_name = gpu_name = "NVIDIA H200"
+    rank_slice: RankSlice | None = None
 
     def plan(self, step: str) -> Plan:
         assert step == "verify2"
@@ -189,6 +192,15 @@ def test_kinds_have_their_own_weights_and_the_first_ones_activations() -> None:
         assert a.params == (c.params[0], b.params[1], b.params[2], c.params[3])
     assert kinds[1].launches[2].args["cache"] == PLAN.launches[7].args["cache"]
     assert kinds[4].launches[0] == PLAN.launches[9]
+
+
+def test_experts_are_chosen_by_rows_of_a_middle_layer() -> None:
+    launches = tuple(replace(x, op="moe" if x.op == "read" else x.op) for x in PLAN.launches)
+    (kind,) = (x for x in kinds_of(replace(PLAN, launches=launches)) if x.launches[0].op == "moe")
+    assert (kind.first, kind.count) == (4, 3)
+    for moved, own in zip(kind.launches, (PLAN.launches[n] for n in (1, 4, 7)), strict=True):
+        assert moved.args == {"x": PLAN.launches[4].args["x"], "cache": own.args["cache"]}
+        assert moved.outputs == PLAN.launches[4].outputs
 
 
 def test_a_chain_has_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +301,40 @@ def test_tactics_are_timed_side_by_side_and_cached(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert entry["call"] == "x=uint8[4] w=uint8[4] eps=1.0"
     assert {(t["n"], t["context"], t["commit"]) for t in entry["times"]} == {(3, 100, "abc123")}
+
+
+@pytest.mark.parametrize("part", [None, RankSlice(1, 4)])
+def test_times_of_looped_back_exchanges_are_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: RankSlice | None
+) -> None:
+    """Those of "write", which has the parameter; on real ranks they are what they are."""
+    launches = tuple(
+        replace(x, kernels=tuple(
+            replace(k, params=(*k.params, PeersParam(64))) for k in x.kernels if x.op == "write"
+        ) or x.kernels)
+        for x in PLAN.launches
+    )  # fmt: skip
+    monkeypatch.setattr("test_bench.PLAN", replace(PLAN, launches=launches))
+    monkeypatch.setattr(FakeExecutor, "rank_slice", part)
+    _, rows = measured(tmp_path, {"write": ["t3", "t2"], "product": ["t8", "t4"]})
+    apart = "NVIDIA H200, collectives looped back" if part else "NVIDIA H200"
+    assert {row["device"] for row in rows if row["op"] == "write"} == {apart}
+    assert {row["device"] for row in rows if row["op"] != "write"} == {"NVIDIA H200"}
+    cache = read_timing_cache(tmp_path / "times.json")
+    assert cache.median_us(apart, "write", "write-t2") == 2.0
+    assert (cache.median_us("NVIDIA H200", "write", "write-t2") is None) == bool(part)
+    assert cache.median_us("NVIDIA H200", "product", "product-t4") == 4.0
+
+
+def test_what_the_fastest_tactics_save_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured(tmp_path, {"product": ["t", "t4"]})  # three of them, 6 and 4 us
+    told = capsys.readouterr().out.splitlines()
+    whole = 6.0 * len(PLAN.launches)
+    assert told[-1] == (
+        f"verify2: {whole:.1f} us in chains by the engine's tactics, {whole - 6:.1f} by the fastest"
+    )
 
 
 def test_a_second_run_adds_to_the_file(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from inkrt.runtime.executor.cuda import CudaExecutor
         (["engine", "E", "--rank-slice", "-1/2"], "a rank slice is R/N"),
         (["engine", "E", "--rank-slice", "0/2"], "E is not an engine"),
         (["engine", "E", "--rank-slice", "0/2", "--costs"], "of no use with --costs or --accept"),
-        (["ops", "E", "--rank-slice", "0/2", "--tune"], "of no use with --tune; leave it out"),
+        (["ops", "E", "--rank-slice", "0/2", "--tune"], "add: --commit HASH"),
         (["ops", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
     ],
 )  # fmt: skip

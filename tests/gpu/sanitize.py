@@ -1,11 +1,14 @@
-"""Runs small engines of Flint under compute-sanitizer: every kernel of every width of step.
+"""Runs small engines under compute-sanitizer: every kernel of every width of step.
 
     python tests/gpu/sanitize.py [--tools memcheck,racecheck] [--engines nvfp4,bf16,layers]
+    python tests/gpu/sanitize.py --engines inkling2,drafter --timeout 60
 
 Each engine is built once, outside the sanitizer; the steps are a prompt in chunks, verify steps of
-every width, a rollback, and decode steps, greedy and with every sampling filter. Engine "layers"
-has the model's sizes in five layers, which decode in one launch. Prints a line for each engine and
-tool, and what a tool says if that is not clean; exits with 1 if any is not.
+every width, a rollback, and decode steps, greedy and with every sampling filter. Of Flint, engine
+"layers" has the model's sizes in five layers, which decode in one launch. Of Inkling-2, "inkling2"
+is seven small layers with heads of the full size and experts in NVFP4, MXFP8 and BF16, one of which
+attends to all keys, and "drafter" the small trained model itself, which also drafts. Prints a line
+for each engine and tool, and what a tool says if that is not clean; exits with 1 if any is not.
 """
 
 import argparse
@@ -20,8 +23,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flint_config import CONFIG
+from nano_engines import CHECKPOINT
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
@@ -42,6 +47,7 @@ CONFIGS = {
         **NVFP4,
     },
 }
+ENGINES = (*CONFIGS, "inkling2", "drafter")
 TOOLS = {
     "memcheck": ["--leak-check", "no"],
     "initcheck": [],
@@ -73,10 +79,43 @@ class Report:
 def build(kind: str, folder: Path) -> Path:
     """The engine of that name, in `folder`."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIGS[kind]))
-    options = BuildOptions(target="sm_90a", weights="dummy", prefill_chunk=64)
+    if kind == "drafter":
+        options = BuildOptions(target="sm_90a", prefill_chunk=64, max_seq_len=256, spec="dspark")
+        build_engine(CHECKPOINT, folder / "engine", options)
+        return folder / "engine"
+    config = inkling2_config() if kind == "inkling2" else CONFIGS[kind]
+    (folder / "config.json").write_text(json.dumps(config))
+    options = BuildOptions(target="sm_90a", weights="dummy", prefill_chunk=64, spec="none")
     build_engine(folder, folder / "engine", options)
     return folder / "engine"
+
+
+def inkling2_config() -> dict[str, Any]:
+    """The first layers of the small model, each with experts of another format than the one before.
+
+    The last begins a block, and takes in what the block before has summed up.
+    """
+    config = json.loads((CHECKPOINT / "config.json").read_text(encoding="utf-8"))
+    layers = config["layer_types"][:7]
+    config = {name: value for name, value in config.items() if not name.startswith("dspark_")}
+    formats = {
+        f"model.layers.{layer}.mlp.experts": {"quant_algo": ("NVFP4", "MXFP8")[layer % 3]}
+        for layer in range(len(layers))
+        if layer % 3 < 2
+    }
+    return config | {
+        "num_hidden_layers": len(layers),
+        "layer_types": layers,
+        "head_dim": 128,
+        "swa_head_dim": 128,
+        "d_rel": 16,
+        "max_position_embeddings": 256,
+        "quantization_config": {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": formats,
+        },
+    }
 
 
 def run_steps(path: Path) -> None:
@@ -93,6 +132,9 @@ def run_steps(path: Path) -> None:
         for token in range(3):
             session.step([token], Sampling())
             session.step([token], sampling)
+        if engine.config.draft is not None:
+            for given, is_coupled in ((Sampling(), True), (sampling, True), (sampling, False)):
+                session.draft(5, given, coupled=is_coupled, wants_logits=not is_coupled)
 
 
 def sanitize(tool: str, engine: Path, timeout: float) -> Report:
@@ -149,7 +191,7 @@ def main() -> int:
     """Parse arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", default=",".join(TOOLS), help="with commas")
-    parser.add_argument("--engines", default=",".join(CONFIGS), help="with commas")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="with commas")
     parser.add_argument("--timeout", type=float, default=120, help="seconds, of a tool's run")
     parser.add_argument("--steps-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,6 +1,7 @@
 """Kernels of `relative_attention` on a GPU at long contexts: float64, and bits across widths.
 
-Short ones are cases of the operator, like those of all others.
+Positions are those of the first of eight tokens, the last of which is at 262,143 of 262,144. Short
+contexts are cases of the operator, like those of all others.
 """
 
 import sys
@@ -22,15 +23,21 @@ def device(gpu, tmp_path_factory):
 
 
 @pytest.mark.parametrize("tp_size", [4, 8])
-@pytest.mark.parametrize("start", [99_992, 262_100])
+@pytest.mark.parametrize(
+    "start", [0, 1, 1016, 1023, 1024, 1025, 8184, 8191, 99_992, 100_000, 262_100, 262_136]
+)
 def test_all_keys(device, tp_size, start):
     call = checks.ranks(checks.FULL, tp_size)
     assert checks.check_call(device, call, (8, 1), start) == []
 
 
-@pytest.mark.parametrize("start", [1020, 1532, 100_000])
-def test_windows(device, start):
-    assert checks.check_call(device, checks.ranks(checks.SLIDING, 4), (8, 3, 1), start) == []
+@pytest.mark.parametrize("tp_size", [4, 8])
+@pytest.mark.parametrize(
+    "start", [0, 1, 1016, 1020, 1023, 1024, 1025, 1529, 1532, 8191, 100_000, 262_136]
+)
+def test_windows(device, start, tp_size):
+    """Across the window's end, and that of the ring of 1,536 rows."""
+    assert checks.check_call(device, checks.ranks(checks.SLIDING, tp_size), (8, 3, 1), start) == []
 
 
 @pytest.mark.parametrize("number", range(len(checks.WIDE)))

@@ -83,6 +83,7 @@ def assert_near(problem: Problem, out: torch.Tensor, offset: int, count: int) ->
         (RING, 3, Split(8, 1, 1, 8, 2)),
         (RING, 94, Split(8, 1, 1, 3, 2)),  # the window fills up; groups of tokens
         (RING, 187, Split(8, 1, 1, 4, 2)),  # through the ring's end
+        (RING, 262_136, Split(8, 1, 1, 8, 2)),  # the last ones of 262,144 positions
         (replace(PAGED, num_kv_heads=2, heads_per_kv=3), 70, Split(1, 2, 1, 8, 4)),
     ],
 )
@@ -136,6 +137,7 @@ def test_tiles(folder: Path, call: Call, start: int, count: int, is_gated: bool)
         (NANO, 0, 8),
         (NANO, 125, 5),
         (replace(NANO, window=64, ring_rows=128), 123, 8),
+        (replace(NANO, window=64, ring_rows=128), 262_136, 8),
         (replace(NANO, num_tokens=20), 120, 17),
         (replace(PAGED, relative=Relative(3, 9, False, False, 4)), 0, 8),  # rows without a key
         (replace(PAGED, relative=Relative(16, 70, True, False, 66)), 70, 8),

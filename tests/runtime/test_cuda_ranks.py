@@ -1,6 +1,7 @@
 """The CUDA executor over several ranks, which only write down what they are asked to do."""
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from inkrt.errors import DeviceError
-from inkrt.runtime.executor import Sampling, StepInput
+from inkrt.runtime.executor import Sampling, StepInput, cuda, rank_threads
 from inkrt.runtime.executor.cuda import CudaExecutor
 from inkrt.runtime.executor.cuda_rank import RING_SIZE
 from inkrt.runtime.executor.decode_queue import DecodeQueue
@@ -146,6 +147,58 @@ def test_a_token_that_no_rank_draws_names_the_failure(executor: Any) -> None:
     rank.failing["sound"] = DeviceError("a kernel of rank 1 gave up")
     with pytest.raises(DeviceError, match="of rank 1 gave up"):
         executor.decode(step_input(3, 0, [4]), 0)
+
+
+def test_a_rank_that_cannot_launch_while_steps_run_ahead(executor: Any) -> None:
+    """Rank 0 draws nothing, as its kernel gave up waiting for the last rank."""
+    first, last = executor.ranks[0], executor.ranks[-1]
+    executor.decode(step_input(3, 0, [4]), 0)
+    first.launch_loop = lambda: first.ring.__setitem__(2, 2 << 32 | 0xFFFFFFFF)
+    first.failing["sound"] = DeviceError("a kernel gave up waiting")
+    last.failing["loop" if last is not first else "sound"] = DeviceError("failed on the last rank")
+    with pytest.raises(DeviceError, match="failed on the last rank"):
+        executor.decode(step_input(7, 1, [4]), 0)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_stalled_rank_is_named_in_bounded_time(
+    executor: Any, monkeypatch: pytest.MonkeyPatch, is_ahead: bool
+) -> None:
+    """Its thread never comes back from the driver; rank 0's kernel gives up waiting for it."""
+    if len(executor.ranks) == 1:
+        pytest.skip("there is no other rank")
+    monkeypatch.setattr(rank_threads, "PATIENCE_S", 0.2)
+    first, last, stuck = executor.ranks[0], executor.ranks[-1], threading.Event()
+    first.failing["receive"] = first.failing["sound"] = DeviceError("a kernel gave up waiting")
+    first.launch_loop = lambda: first.ring.__setitem__(1, 1 << 32 | 0xFFFFFFFF)
+    last.send_inputs = lambda _block: stuck.wait(30)
+    name = f"rank {len(executor.ranks) - 1} has not answered"
+    try:
+        started = time.monotonic()
+        given = step_input(3, 0, [4])
+        for _ in range(2):
+            with pytest.raises(DeviceError, match=name):
+                executor.decode(given, 0) if is_ahead else executor.run("decode", given)
+        with pytest.raises(DeviceError, match=name):
+            executor.close()
+        assert time.monotonic() - started < 5
+        assert ("close",) not in first.calls  # others may still write to its memory
+    finally:
+        stuck.set()
+
+
+def test_a_gpu_that_never_draws_is_told(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "TOKEN_S", 0.2)
+    first = executor.ranks[0]
+    first.launch_loop, first.is_busy = lambda: None, lambda: True
+    with pytest.raises(DeviceError, match=r"rank 0 has worked on the token for position 1 for 0.2"):
+        executor.decode(step_input(3, 0, [4]), 0)
+
+
+def test_a_first_rank_that_cannot_launch_is_told_at_once(executor: Any) -> None:
+    executor.ranks[0].failing["launch"] = DeviceError("CUDA call failed on rank 0")
+    with pytest.raises(DeviceError, match="failed on rank 0"):
+        executor.run("decode", step_input(3, 0, [4]))
 
 
 def test_closing_ends_all_threads_even_if_a_rank_fails(executor: Any) -> None:

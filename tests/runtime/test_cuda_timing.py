@@ -1,10 +1,13 @@
 """Timing on a made-up GPU: what graphs hold, which memory they use, what becomes of times."""
 # ruff: noqa: N802 (the driver's own names)
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from inkrt.errors import EngineMismatchError
 from inkrt.runtime.executor import Sampling, StepInput
 from inkrt.runtime.executor.cuda_timing import FLUSH_BYTES, Chain, Timer
 from inkrt.runtime.plan import (
@@ -13,6 +16,7 @@ from inkrt.runtime.plan import (
     IntParam,
     Kernel,
     Launch,
+    PeersParam,
     Plan,
     TableParam,
     TensorParam,
@@ -69,6 +73,7 @@ class Gpu:
         self.failure: Any = lambda: None
         self.driver = self.device = self.stream = self
         self.ranks = [self]
+        self.memory = SimpleNamespace(slot_bytes=256)
         self.handle = self
         self.modules: dict[str, object] = {}
         self.graphs = {"decode": self.capture(make_plan())}
@@ -223,6 +228,41 @@ def test_what_a_graph_holds(gpu: Gpu) -> None:
         (BASE + FLUSH_BYTES + offset, value, size)
         for offset, value, size in ((0, 255, 64), (256, 0, 4), (512, 255, 64), (768, 0, 4))
     ]
+
+
+def test_ranks_run_the_same_chains_and_the_slowest_counts(gpu: Gpu) -> None:
+    """The other rank has memory of its own, and takes 6 us longer for each graph."""
+    other, launch_fast = Gpu(), Graph.launch
+    gpu.ranks = [gpu, other]
+    gpu.on_ranks = lambda function: [function(rank) for rank in gpu.ranks]  # type: ignore[method-assign]
+
+    def launch(self: Graph, stream: object) -> None:
+        launch_fast(self, stream)
+        self.gpu.now += 6.0 if self.gpu is other else 0.0
+
+    plan = make_plan(scratch=260)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Graph, "launch", launch)
+        ((*times,),) = timer(gpu).chains("decode", INPUT, 1, [Chain(plan, 2, flush=False)], 9)
+    assert times == pytest.approx([(2 * 40 + GAP_US + 6) / 6] * 9)
+    assert gpu.allocated == other.allocated == {}
+    assert gpu.filled == other.filled != []
+    assert [len(graph.work) for graph in gpu.ran] == [len(graph.work) for graph in other.ran]
+    assert len(other.ran) == 1 + 3 + 9
+    assert gpu.inputs == [INPUT]
+
+
+def test_what_inboxes_have_no_room_for_is_refused(gpu: Gpu) -> None:
+    plan = make_plan()
+    (first, *rest) = plan.launches
+    for num_bytes in (256, 257):
+        sends = replace(first, kernels=(kernel("first", PeersParam(num_bytes)),))
+        chain = Chain(replace(plan, launches=(sends, *rest)), 1, flush=False)
+        if num_bytes == 256:
+            assert timer(gpu).chains("decode", INPUT, 0, [chain], 3)
+            continue
+        with pytest.raises(EngineMismatchError, match=r"sends 512 bytes .* room for 256; build"):
+            timer(gpu).chains("decode", INPUT, 0, [chain], 3)
 
 
 def test_memory_is_given_back_after_an_error(gpu: Gpu) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake import make_config
 
-from inkrt.errors import CapacityError, EngineFormatError
+from inkrt.errors import CapacityError, DeviceError, EngineFormatError
 from inkrt.runtime.engine_file import EngineCode, FileEntry, StateLayout, StateSpec
 from inkrt.runtime.executor.cuda_memory import ALIGNMENT, DeviceMemory
 from inkrt.runtime.plan import (
@@ -80,6 +80,18 @@ def open_memory(free: int = 1 << 20) -> tuple[DeviceMemory, Host, dict[str, Plan
     host = Host(free)
     memory = DeviceMemory(host.driver, Path(), make_config(state=state), EngineCode(plans), 0)
     return memory, host, plans
+
+
+@pytest.mark.parametrize(("tp_size", "where"), [(1, ""), (2, " on rank 1")])
+def test_a_failing_call_names_the_rank(tp_size: int, where: str) -> None:
+    host, plans = Host(1 << 20), {"decode": make_plan("decode", *TABLES)}
+    state = StateLayout(2, 4, 1, 3, (StateSpec("ring", "ring", (2, 8), "int32"),))
+    config = make_config(state=state, tp_size=tp_size)
+    memory = DeviceMemory(host.driver, Path(), config, EngineCode(plans), 0, rank=tp_size - 1)
+    host.driver.cuGetErrorName = lambda _: (0, b"CUDA_ERROR_X")
+    host.driver.cuGetErrorString = lambda _: (0, None)
+    with pytest.raises(DeviceError, match=f"CUDA call failed{where}: CUDA_ERROR_X: "):
+        memory.check((700,))
 
 
 def test_tables_hold_the_addresses_of_their_tensors() -> None:

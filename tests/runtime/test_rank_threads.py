@@ -2,9 +2,12 @@
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from inkrt.errors import DeviceError
+from inkrt.runtime.executor import rank_threads
 from inkrt.runtime.executor.rank_threads import RankThreads
 
 
@@ -68,4 +71,48 @@ def test_what_fails_elsewhere_comes_before_what_follows_from_it() -> None:
     alone = RankThreads(1)
     with pytest.raises(KeyError, match="0"):
         alone.run(lambda rank: {}[rank])
+    threads.close()
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Who waits for it does so until the test ends; nobody is waited for longer than 0.2 s."""
+    monkeypatch.setattr(rank_threads, "PATIENCE_S", 0.2)
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_rank_that_does_not_answer_is_lost(stuck: threading.Event) -> None:
+    threads, calls = RankThreads(3), []
+    started = time.monotonic()
+    with pytest.raises(
+        DeviceError, match=r"rank 2 has not answered for 0.2 s: its GPU has stalled"
+    ):
+        threads.run(lambda rank: stuck.wait(30) if rank == 2 else None)
+    assert 0.2 <= time.monotonic() - started < 5
+    started = time.monotonic()
+    for ask in (threads.run, threads.post):
+        for _ in range(2):  # again and again, and nothing runs on the others
+            with pytest.raises(DeviceError, match="rank 2 has not answered"):
+                ask(calls.append)
+    with pytest.raises(DeviceError, match="rank 2 has not answered"):
+        threads.join()
+    threads.close()
+    assert time.monotonic() - started < 0.2
+    assert calls == []
+
+
+def test_what_a_lost_rank_was_given_before_is_lost_too(stuck: threading.Event) -> None:
+    threads = RankThreads(2)
+    threads.post(lambda rank: rank and stuck.wait(30))
+    with pytest.raises(DeviceError, match="rank 1 has not answered"):
+        threads.join()
+    threads.close()
+
+
+def test_patience_begins_when_rank_0_is_done_and_may_be_endless(stuck: threading.Event) -> None:
+    threads = RankThreads(2)
+    assert threads.run(lambda rank: time.sleep(0.3 - 0.05 * rank) or rank) == [0, 1]
+    assert threads.run(lambda rank: stuck.wait(0.4 * rank) or rank, is_patient=True) == [0, 1]
     threads.close()
