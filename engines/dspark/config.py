@@ -8,6 +8,9 @@ from typing import Literal
 
 from inkrt.errors import ConfigError
 
+# Widest features that one product takes on a GPU; wider ones are projected tap by tap.
+MAX_FEATURES = 8192
+
 Head = Literal["vanilla", "gated", "rnn"]
 TapPoint = Literal["layer_output", "pre_mlp_conv"]
 SoftcapPlace = Literal["none", "before_bias", "after_bias"]
@@ -98,6 +101,16 @@ class DSparkConfig:
     def num_rows(self) -> int:
         """Rows of a block."""
         return self.block_size + (0 if self.anchor_first else 1)
+
+    @property
+    def num_features(self) -> int:
+        """Width of a token's feature."""
+        return len(self.taps) * self.target_hidden_size
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether features are projected tap by tap, by a matrix each."""
+        return self.num_features > MAX_FEATURES
 
     def num_drafted(self, num_tokens: int) -> int:
         """Tokens that can be drafted, of the target's `num_tokens` that can be sampled."""

@@ -11,7 +11,7 @@ MLP, rows of the context's projection, and tokens. Norms and what draws one toke
 (`markov_w1` and the mixing projection) are whole on each. Parameters of a rank, under `drafter.` in
 an engine, where H, KV, F and D* are its shares of heads, width and rows:
 
-    ctx_proj [D*, m Dt]   ctx_norm [D]   norm [D]
+    ctx_proj [D*, m Dt], or for wide features ctx_proj.{i} [D*, Dt]   ctx_norm [D]   norm [D]
     layers.{i}.  wq [H d, D]   wk, wv [KV d, D]   wo [D, H d]   q_norm, k_norm [d]
                  gate, up [F, D]   down [D, F]   attn_norm, mlp_norm [D]   sinks [H], if it has them
     markov_w1 [V, r]   markov_w2 [Vs, r]
@@ -159,9 +159,13 @@ class Drafter(nn.Module):
         self.num_tokens = num_tokens
         hidden, rank = config.hidden_size, config.markov_rank
         float32 = torch.float32
-        num_features = len(config.taps) * config.target_hidden_size
         share = vocabulary_share(config.num_drafted(num_tokens), tp_size)
-        self.ctx_proj = parameter(hidden // tp_size, num_features, dtype=dtype)
+        rows, width = hidden // tp_size, config.target_hidden_size
+        self.ctx_proj: nn.Parameter | nn.ParameterList = (
+            nn.ParameterList(parameter(rows, width, dtype=dtype) for _ in config.taps)
+            if config.is_cut
+            else parameter(rows, config.num_features, dtype=dtype)
+        )
         self.ctx_norm = parameter(hidden, dtype=dtype)
         self.layers = nn.ModuleList(
             DraftLayer(config, layer, tp_size, dtype, state) for layer in config.layers
@@ -195,7 +199,12 @@ class Drafter(nn.Module):
             step: of the target.
         """
         config = self.config
-        c_TD = ink.linear(ink.concat(features, 1), self.ctx_proj, False)
+        if isinstance(self.ctx_proj, nn.ParameterList):
+            pairs = zip(features, self.ctx_proj, strict=True)
+            parts = [ink.linear(feature_TD, weight, True) for feature_TD, weight in pairs]
+            c_TD = ink.sum_parts(parts, self.dtype)
+        else:
+            c_TD = ink.linear(ink.concat(features, 1), self.ctx_proj, False)
         if self.tp_size > 1:
             c_TD = ink.all_gather(c_TD, self.tp_size)
         c_TD = ink.rms_norm(c_TD, self.ctx_norm, config.rms_norm_eps, self.dtype)

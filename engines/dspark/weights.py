@@ -109,7 +109,7 @@ def tensor_table(config: DSparkConfig, tensors: DraftTensors) -> dict[str, tuple
     q_width = config.num_attention_heads * size
     kv_width = config.num_key_value_heads * size
     table: dict[str, tuple[str, Shape]] = {
-        "ctx_proj": ("fc.weight", (hidden, len(config.taps) * config.target_hidden_size)),
+        "ctx_proj": ("fc.weight", (hidden, config.num_features)),
         "ctx_norm": ("hidden_norm.weight", (hidden,)),
         "norm": ("norm.weight", (hidden,)),
         "markov_w1": (FIRST_TABLE, (config.vocab_size, rank)),
@@ -221,7 +221,14 @@ def sources_of_rank(
         elif (dim := _SHARED.get(name)) is not None:
             width = part.shape[dim] // tp_size
             index[dim] = slice(rank * width, (rank + 1) * width)
-        own[parameter] = replace(source, parts=(replace(part, index=tuple(index)),), pad=pad)
+        mine = replace(part, index=tuple(index))
+        if name == "ctx_proj" and config.is_cut:
+            width = config.target_hidden_size
+            for tap in range(len(config.taps)):
+                columns = (index[0], slice(tap * width, (tap + 1) * width))
+                own[f"{parameter}.{tap}"] = WeightSource((replace(part, index=columns),))
+            continue
+        own[parameter] = replace(source, parts=(mine,), pad=pad)
     return own
 
 

@@ -15,6 +15,10 @@ def concat(parts: Sequence[Tensor], dim: int) -> Result:
     return (torch.from_numpy(np.concatenate(arrays, axis=dim)),), {}
 
 
+def sum_parts(parts: Sequence[Tensor], dtype: torch.dtype) -> Result:
+    return (torch.from_numpy(np.sum([part.numpy() for part in parts], axis=0)),), {}
+
+
 def draft_attention(
     q: Tensor,
     k: Tensor,
@@ -204,4 +208,5 @@ ORACLES_DRAFT: dict[str, Oracle] = {
     "chain_input": chain_input,
     "scale": scale,
     "sink_router": sink_router,
+    "sum_parts": sum_parts,
 }
