@@ -330,7 +330,7 @@ def _pack_weights(
         sources = prepared.definition.weight_sources(
             prepared.model, checkpoint.names, rank, Sharding(options.tp_size, options.moe_split)
         )
-        sources |= drafter.sources if drafter else {}
+        sources |= drafter.sources_of(rank, options.tp_size) if drafter else {}
         used |= {part.name for source in sources.values() for part in source.parts}
         for _, tensor in pack_rank(folder, rank, prepared.tensors, reader, sources):
             written += tensor.num_bytes

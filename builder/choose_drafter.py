@@ -100,11 +100,7 @@ def require_buildable(
             f"the drafter ({drafter.method}) cannot be built for target {target} by this version, "
             f"only for cpu; leave it out with --spec none"
         )
-    if target != "cpu" and tp_size > 1:
-        raise ConfigError(
-            f"the drafter ({drafter.method}) cannot be built for {tp_size} ranks of target "
-            f"{target} by this version, only for one; leave it out with --spec none"
-        )
+    drafter.check_sharding(tp_size)
     if drafter.method == "dspark" and definition.drafting is None:
         raise ConfigError(
             f"a drafter ({drafter.method}) cannot be built into engines of this model by this "

@@ -35,6 +35,7 @@ from inkrt.engines.dspark.weights import (
     draft_tensors,
     is_bundled,
     is_copy_of_target,
+    sources_of_rank,
     unused_tensors,
     weight_sources,
 )
@@ -61,11 +62,12 @@ class FoundDrafter:
         method: kind of drafter.
         config: what it is.
         layout: of its checkpoint.
-        sources: of its parameters ("drafter.*"), the same on all ranks; their parts are tensors of
-            `checkpoint`. Empty if there are no weights.
+        sources: of its whole parameters ("drafter.*"); their parts are tensors of `checkpoint`.
+            Empty if there are no weights.
         decisions: what was decided without its configuration saying so, one line each.
         checkpoint: reads the target's tensors and the drafter's.
         left_out: tensors of `checkpoint` that are the drafter's and not its parameters.
+        num_tokens: of the target's that can be sampled.
     """
 
     method: Literal["dspark"]
@@ -75,6 +77,7 @@ class FoundDrafter:
     decisions: tuple[str, ...]
     checkpoint: CheckpointSource
     left_out: frozenset[str]
+    num_tokens: int
 
     @property
     def has_folder(self) -> bool:
@@ -96,6 +99,14 @@ class FoundDrafter:
             f"{config.block_size} drafts, head {config.head} of rank {config.markov_rank}, "
             f"taps {taps}"
         )
+
+    def sources_of(self, rank: int, tp_size: int) -> dict[str, WeightSource]:
+        """Of the parameters of a rank."""
+        return sources_of_rank(self.config, self.sources, self.num_tokens, rank, tp_size)
+
+    def check_sharding(self, tp_size: int) -> None:
+        """Raise ConfigError if so many ranks cannot share it."""
+        self.config.check_sharding(tp_size)
 
     def drafting(self, definition: Definition) -> Drafting:
         """How it gets into engines; `require_buildable` has seen that it can."""
@@ -203,13 +214,20 @@ def find_drafter(
         tensors = draft_tensors(shapes, str(own.folder), bundled=folder is None)
     read = read_bundled if folder is None else read_folder
     fits = definition.draft_target(model)
+    num_tokens = fits.unpadded_vocab_size
     found = read(own.config, tensors, fits, where)
     if tensors is None:
         return FoundDrafter(
-            "dspark", found.config, found.layout, {}, found.decisions, reader, frozenset()
+            "dspark",
+            found.config,
+            found.layout,
+            {},
+            found.decisions,
+            reader,
+            frozenset(),
+            num_tokens,
         )
     found = _alias_copies(found, tensors, target, own, definition, model)
-    num_tokens = fits.unpadded_vocab_size
     sources = weight_sources(found.config, tensors, str(own.folder), num_tokens)
     for source in sources.values():
         own.check(source.parts[0])
@@ -229,6 +247,7 @@ def find_drafter(
         tuple(decisions),
         reader,
         frozenset(every - used),
+        num_tokens,
     )
 
 

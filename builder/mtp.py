@@ -48,6 +48,13 @@ class FoundMtp:
         windows = f"window in depths {', '.join(sliding)}" if sliding else "no windows"
         return f"drafter: mtp, {self.config.num_depths} of {self.num_stored} depths, {windows}"
 
+    def sources_of(self, rank: int, tp_size: int) -> dict[str, WeightSource]:  # noqa: ARG002
+        """Of the parameters of a rank, which has all of them."""
+        return self.sources
+
+    def check_sharding(self, tp_size: int) -> None:
+        """Nothing to check: every rank has whole heads."""
+
     def drafting(self, definition: Definition) -> Drafting:
         """How they get into engines."""
         assert definition.mtp is not None

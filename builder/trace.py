@@ -28,8 +28,9 @@ STEP_INPUTS: dict[str, torch.dtype] = {
     "min_p": torch.float32,
     "seed": torch.int64,
 }
-# Of the draft step: whether its draws share the noise of the target's.
-DRAFT_INPUTS = {**STEP_INPUTS, "is_coupled": torch.int32}
+# Of the draft step: whether its draws share the noise of the target's, and whether logits are read.
+FURTHER_INPUTS = {"is_coupled": torch.int32, "wants_logits": torch.int32}
+DRAFT_INPUTS = {**STEP_INPUTS, **FURTHER_INPUTS}
 torch.export.register_dataclass(StepInputs)
 
 
@@ -59,13 +60,14 @@ class StepGraph:
 def trace(
     module: nn.Module, step: StepSpec, state: StateOptions, tp_size: int, dtype: torch.dtype
 ) -> StepGraph:
-    """Trace `module` for `step`; its forward takes `StepInputs`, for drafts `is_coupled` too."""
+    """Trace `module` for `step`; its forward takes `StepInputs`, for drafts FURTHER_INPUTS too."""
     sizes = {"tokens": step.num_tokens, "page_table": state.pages_per_session}
     inputs = {
         name: torch.empty(sizes.get(name, 1), dtype=kind, device="meta")
         for name, kind in STEP_INPUTS.items()
     }
-    further = (torch.empty(1, dtype=torch.int32, device="meta"),) if step.name == DRAFT_STEP else ()
+    names = FURTHER_INPUTS if step.name == DRAFT_STEP else {}
+    further = tuple(torch.empty(1, dtype=kind, device="meta") for kind in names.values())
     exported = torch.export.export(module, (StepInputs(**inputs), *further), strict=False)
     for node in exported.graph.find_nodes(op="placeholder"):
         if (name := node.name.removeprefix("step_")) in inputs:

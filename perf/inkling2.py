@@ -10,7 +10,8 @@ GPUs, which do not hold all 48: its configuration is written with `--layers 36`,
 NVFP4. GPU time by graph replay, median of 60, weights cold in the L2. Rows of FILE that are
 measured anew are replaced, all others stay: those of kernels come from `perf/kernels`. With
 `--profile` each figure of a step has its `launches`: what the step takes longer for each, which
-adds up.
+adds up. A configuration that is written with `--drafter` has a drafter of published
+proportions, whose step `ink-bench engine ENGINE --rank-slice 0/4 --steps draft` times.
 """
 
 import argparse
@@ -43,6 +44,23 @@ LAST_TARGETS: dict[tuple[str, int], Targets] = {
 }
 CUT_RUNS = 10  # replays of each cut of a profile, of which there are some 340
 NUM_LAYERS, NVFP4_LAYERS = 48, 40
+# The sizes of drafters that are published for other models, with the model's heads.
+DRAFTER: dict[str, Any] = {
+    "block_size": 7,
+    "markov_rank": 256,
+    "markov_head_type": "rnn",
+    "noise_token_id": 200_064,
+    "target_layer_ids": [1, 12, 23, 35, 46],
+    "num_hidden_layers": 5,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12_288,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 8e6,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
 
 
 def main() -> int:
@@ -51,12 +69,13 @@ def main() -> int:
     parser.add_argument("engine", type=Path, nargs="?")
     parser.add_argument("--write-config", type=Path, metavar="FOLDER")
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
+    parser.add_argument("--drafter", action="store_true")
     parser.add_argument("--commit")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("-o", "--out", type=Path)
     options = parser.parse_args()
     if options.write_config is not None:
-        write_config(options.write_config, options.layers)
+        write_config(options.write_config, options.layers, has_drafter=options.drafter)
         return 0
     if not (options.engine and options.commit and options.out):
         parser.error("give ENGINE, --commit and -o, or --write-config")
@@ -77,7 +96,7 @@ def main() -> int:
     return 0
 
 
-def write_config(folder: Path, num_layers: int) -> None:
+def write_config(folder: Path, num_layers: int, *, has_drafter: bool) -> None:
     """Write a config.json: the first layers of the full-size model, of the NVFP4 checkpoint."""
     formats = {
         f"model.llm.layers.{layer}.mlp.experts": {
@@ -88,6 +107,8 @@ def write_config(folder: Path, num_layers: int) -> None:
     text: dict[str, Any] = {"model_type": "inkling2_text", "dtype": "bfloat16"}
     if num_layers != NUM_LAYERS:
         text["num_hidden_layers"] = num_layers
+    if has_drafter:
+        text |= {f"dspark_{key}": value for key, value in DRAFTER.items()}
     config = {
         "model_type": "inkling2",
         "dtype": "bfloat16",

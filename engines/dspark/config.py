@@ -6,6 +6,11 @@ Source: dspark.md sections 2 to 4.
 from dataclasses import dataclass
 from typing import Literal
 
+from inkrt.errors import ConfigError
+
+# Widest features that one product takes on a GPU; wider ones are projected tap by tap.
+MAX_FEATURES = 8192
+
 Head = Literal["vanilla", "gated", "rnn"]
 TapPoint = Literal["layer_output", "pre_mlp_conv"]
 SoftcapPlace = Literal["none", "before_bias", "after_bias"]
@@ -96,3 +101,31 @@ class DSparkConfig:
     def num_rows(self) -> int:
         """Rows of a block."""
         return self.block_size + (0 if self.anchor_first else 1)
+
+    @property
+    def num_features(self) -> int:
+        """Width of a token's feature."""
+        return len(self.taps) * self.target_hidden_size
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether features are projected tap by tap, by a matrix each."""
+        return self.num_features > MAX_FEATURES
+
+    def num_drafted(self, num_tokens: int) -> int:
+        """Tokens that can be drafted, of the target's `num_tokens` that can be sampled."""
+        return self.draft_vocab_size if self.is_trimmed else num_tokens
+
+    def check_sharding(self, tp_size: int) -> None:
+        """Raise ConfigError unless every dimension that ranks share divides by their number."""
+        for name, size in (
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("intermediate_size", self.intermediate_size),
+            ("hidden_size", self.hidden_size),
+        ):
+            if size % tp_size:
+                raise ConfigError(
+                    f"tp size {tp_size} does not divide {name} = {size} of the drafter; choose a "
+                    f"tp size that does, or leave the drafter out with --spec none"
+                )

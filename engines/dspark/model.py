@@ -6,23 +6,25 @@ draft step turns the anchor, the last token that is known, into a block of draft
 context before the anchor only and writes no state, so that nothing has to be undone when drafts are
 rejected: the context of a rejected token is overwritten before it is read.
 
-Every rank has the whole drafter; only the target's vocabulary projection, which it may share, is
-split. Parameters, under `drafter.` in an engine:
+Ranks share it as they share the target: heads, with their part of the context, the width of the
+MLP, rows of the context's projection, and tokens. Norms and what draws one token after the other
+(`markov_w1` and the mixing projection) are whole on each. Parameters of a rank, under `drafter.` in
+an engine, where H, KV, F and D* are its shares of heads, width and rows:
 
-    ctx_proj [D, m Dt]   ctx_norm [D]   norm [D]
+    ctx_proj [D*, m Dt], or for wide features ctx_proj.{i} [D*, Dt]   ctx_norm [D]   norm [D]
     layers.{i}.  wq [H d, D]   wk, wv [KV d, D]   wo [D, H d]   q_norm, k_norm [d]
                  gate, up [F, D]   down [D, F]   attn_norm, mlp_norm [D]   sinks [H], if it has them
-    markov_w1 [V, r]   markov_w2 [Vd, r]
+    markov_w1 [V, r]   markov_w2 [Vs, r]
     gate_proj [r, D + r], gate_bias [r]   or   joint_proj [3 r, 2 r + D], joint_bias [3 r]
     confidence_proj [1, D (+ r)]   confidence_bias [1]   d2t int32 [Vd], offsets
-    embed [V, D], unembed [Vd, D], if they are not the target's
+    embed [V, D], unembed [Vs, D], if they are not the target's
 
 Sinks, biases and the confidence are float32. The draft step reads the target's `embed`,
 `embed_norm` and `unembed`, which the target's steps read too.
 
 Shape letters: T tokens of a step, G rows of a block, g drafts, m taps, Dt width of a tap, D hidden,
 H and KV heads, d head dimension, F width, r rank, V rows of the target's embedding, Vd tokens that
-can be drafted. Source: dspark.md sections 2 and 5.
+can be drafted, Vs those of a rank. Source: dspark.md sections 2 and 5.
 """
 
 import torch
@@ -40,12 +42,13 @@ from inkrt.engines.parts import ink, parameter
 
 
 class DraftLayer(nn.Module):
-    """One layer of the backbone, with the context's keys and values."""
+    """One layer of the backbone, with the context's keys and values, on one rank."""
 
     def __init__(
         self,
         config: DSparkConfig,
         layer: DraftLayerConfig,
+        tp_size: int,
         dtype: torch.dtype,
         state: StateOptions,
     ) -> None:
@@ -53,7 +56,9 @@ class DraftLayer(nn.Module):
         self.config = config
         self.layer = layer
         hidden, size, width = config.hidden_size, config.head_dim, config.intermediate_size
-        q_width, kv_width = config.num_attention_heads * size, config.num_key_value_heads * size
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads, width = (number // tp_size for number in (heads, kv_heads, width))
+        q_width, kv_width = heads * size, kv_heads * size
         self.wq = parameter(q_width, hidden, dtype=dtype)
         self.wk = parameter(kv_width, hidden, dtype=dtype)
         self.wv = parameter(kv_width, hidden, dtype=dtype)
@@ -65,11 +70,9 @@ class DraftLayer(nn.Module):
         self.down = parameter(hidden, width, dtype=dtype)
         self.attn_norm = parameter(hidden, dtype=dtype)
         self.mlp_norm = parameter(hidden, dtype=dtype)
-        self.sinks = (
-            parameter(config.num_attention_heads, dtype=torch.float32) if config.has_sinks else None
-        )
+        self.sinks = parameter(heads, dtype=torch.float32) if config.has_sinks else None
         # Pages for sliding layers too: context is as long as a session, and forks share it.
-        cache = (state.num_pages, state.page_tokens, config.num_key_value_heads, size)
+        cache = (state.num_pages, state.page_tokens, kv_heads, size)
         self.k_cache: Tensor
         self.v_cache: Tensor
         self.register_buffer("k_cache", torch.empty(cache, dtype=dtype, device="meta"))
@@ -131,23 +134,45 @@ class DraftLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """All parameters and state of a drafter; see the module for both of its parts."""
+    """All parameters and state of a drafter on one rank; see the module for both of its parts.
 
-    def __init__(self, config: DSparkConfig, dtype: torch.dtype, state: StateOptions) -> None:
+    Args:
+        config: of the drafter.
+        num_tokens: of the target's that can be sampled.
+        tp_size: number of ranks.
+        dtype: compute dtype.
+        state: of the engine.
+    """
+
+    def __init__(
+        self,
+        config: DSparkConfig,
+        num_tokens: int,
+        tp_size: int,
+        dtype: torch.dtype,
+        state: StateOptions,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.tp_size = tp_size
         self.dtype = dtype
+        self.num_tokens = num_tokens
         hidden, rank = config.hidden_size, config.markov_rank
         float32 = torch.float32
-        num_features = len(config.taps) * config.target_hidden_size
-        self.ctx_proj = parameter(hidden, num_features, dtype=dtype)
+        share = vocabulary_share(config.num_drafted(num_tokens), tp_size)
+        rows, width = hidden // tp_size, config.target_hidden_size
+        self.ctx_proj: nn.Parameter | nn.ParameterList = (
+            nn.ParameterList(parameter(rows, width, dtype=dtype) for _ in config.taps)
+            if config.is_cut
+            else parameter(rows, config.num_features, dtype=dtype)
+        )
         self.ctx_norm = parameter(hidden, dtype=dtype)
         self.layers = nn.ModuleList(
-            DraftLayer(config, layer, dtype, state) for layer in config.layers
+            DraftLayer(config, layer, tp_size, dtype, state) for layer in config.layers
         )
         self.norm = parameter(hidden, dtype=dtype)
         self.markov_w1 = parameter(config.vocab_size, rank, dtype=dtype)
-        self.markov_w2 = parameter(config.draft_vocab_size, rank, dtype=dtype)
+        self.markov_w2 = parameter(share, rank, dtype=dtype)
         if config.head == "gated":
             self.gate_proj = parameter(rank, hidden + rank, dtype=dtype)
             self.gate_bias = parameter(rank, dtype=float32)
@@ -164,7 +189,7 @@ class Drafter(nn.Module):
         if config.has_own_embedding:
             self.embed = parameter(config.vocab_size, hidden, dtype=dtype)
         if config.has_own_unembed:
-            self.unembed = parameter(config.draft_vocab_size, hidden, dtype=dtype)
+            self.unembed = parameter(share, hidden, dtype=dtype)
 
     def write_context(self, features: list[Tensor], step: StepInputs) -> None:
         """Keep what the draft layers will see of the tokens of a step of the target.
@@ -174,7 +199,14 @@ class Drafter(nn.Module):
             step: of the target.
         """
         config = self.config
-        c_TD = ink.linear(ink.concat(features, 1), self.ctx_proj, False)
+        if isinstance(self.ctx_proj, nn.ParameterList):
+            pairs = zip(features, self.ctx_proj, strict=True)
+            parts = [ink.linear(feature_TD, weight, True) for feature_TD, weight in pairs]
+            c_TD = ink.sum_parts(parts, self.dtype)
+        else:
+            c_TD = ink.linear(ink.concat(features, 1), self.ctx_proj, False)
+        if self.tp_size > 1:
+            c_TD = ink.all_gather(c_TD, self.tp_size)
         c_TD = ink.rms_norm(c_TD, self.ctx_norm, config.rms_norm_eps, self.dtype)
         for layer in self.layers:
             layer.write_context(c_TD, step)  # type: ignore[operator]
@@ -196,19 +228,21 @@ class Drafter(nn.Module):
         h_gD: Tensor,
         step: StepInputs,
         is_coupled: Tensor,
+        wants_logits: Tensor,
         target: DraftTarget,
     ) -> tuple[Tensor, ...]:
         """Tokens int32 [g], logits float32 [g, V] and, if it has any, confidences float32 [g].
 
         Args:
-            base_gV: logits [g, V] of the target's tokens that can be sampled, or, by an own
-                projection, [g, Vd].
+            base_gV: logits [g, Vs] of this rank's tokens that can be drafted; where these are some
+                of the target's, and there is no own projection, [g, V] of all that can be sampled.
             h_gD: the rows they come from.
             step: the draft step.
             is_coupled: int32 [1], see `ink::draft_head`.
+            wants_logits: int32 [1], likewise.
             target: the drafter's.
         """
-        config, vocab_size = self.config, target.unpadded_vocab_size
+        config = self.config
         mix: tuple[Tensor | None, Tensor | None] = (None, None)
         if config.head == "gated":
             mix = (self.gate_proj, self.gate_bias)
@@ -216,16 +250,17 @@ class Drafter(nn.Module):
             mix = (self.joint_proj, self.joint_bias)
         has_bias = config.has_confidence and config.confidence_has_bias
         tokens, logits, confidences = ink.draft_head(
-            base_gV if config.is_trimmed else base_gV[:, :vocab_size],
+            base_gV,
             h_gD,
             step.tokens,
             self.markov_w1,
-            self.markov_w2 if config.is_trimmed else self.markov_w2[:vocab_size],
+            self.markov_w2,
             *mix,
             self.confidence_proj if config.has_confidence else None,
             self.confidence_bias if has_bias else None,
             self.d2t if config.is_trimmed else None,
             is_coupled,
+            wants_logits,
             step.temperature,
             step.top_k,
             step.top_p,
@@ -233,11 +268,13 @@ class Drafter(nn.Module):
             step.seed,
             step.position,
             config.head,
-            vocab_size,
+            self.num_tokens,
+            config.num_drafted(self.num_tokens),
             config.has_own_unembed,
             target.softcap or 0.0,
             config.softcap_place,
             config.logits_divisor,
+            self.tp_size,
         )
         return (tokens, logits, confidences) if config.has_confidence else (tokens, logits)
 
@@ -249,7 +286,7 @@ class DraftStep(nn.Module):
         config: of the drafter.
         target: whose embedding and projection it may share.
         embed_norm_eps: of the target's embedding norm.
-        tp_size: ranks that share the target's projection.
+        tp_size: number of ranks.
         dtype: compute dtype.
         state: of the engine.
     """
@@ -277,11 +314,12 @@ class DraftStep(nn.Module):
         if not config.has_own_unembed:
             shard = vocabulary_share(target.unpadded_vocab_size, tp_size)
             self.unembed = parameter(shard, hidden, dtype=dtype)
-        self.drafter = Drafter(config, dtype, state)
+        self.drafter = Drafter(config, target.unpadded_vocab_size, tp_size, dtype, state)
 
     def row_parallel_weights(self) -> frozenset[str]:
-        """None: ranks compute the same."""
-        return frozenset()
+        """Parameters that ranks share along the dimension summed over."""
+        layers = range(len(self.config.layers))
+        return frozenset(f"drafter.layers.{i}.{name}" for i in layers for name in ("wo", "down"))
 
     def state_buffers(self) -> list[StateBuffer]:
         """Every state buffer, in module order."""
@@ -291,6 +329,7 @@ class DraftStep(nn.Module):
         self,
         step: StepInputs,
         is_coupled: Tensor,
+        wants_logits: Tensor,
     ) -> tuple[Tensor, ...]:
         """See `StepInputs` and `Drafter.head`; `tokens` is the anchor alone, at `position`."""
         config, drafter = self.config, self.drafter
@@ -299,10 +338,10 @@ class DraftStep(nn.Module):
             base_gV = ink.linear(h_gD, drafter.unembed, False)
         else:
             base_gV = ink.linear(h_gD, self.unembed, False)
-            if self.tp_size > 1:
-                base_gV = ink.all_gather(base_gV, self.tp_size)
-            base_gV = base_gV[:, : self.target.unpadded_vocab_size]
-        return drafter.head(base_gV, h_gD, step, is_coupled, self.target)
+        if config.is_trimmed and not config.has_own_unembed and self.tp_size > 1:
+            # A drafted token and its logit may be two ranks'.
+            base_gV = ink.all_gather(base_gV, self.tp_size)[:, : self.target.unpadded_vocab_size]
+        return drafter.head(base_gV, h_gD, step, is_coupled, wants_logits, self.target)
 
     def _block(self, anchor: Tensor) -> Tensor:
         """Embeddings [G, D] of the anchor and of rows that have no token yet."""

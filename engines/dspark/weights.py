@@ -1,18 +1,18 @@
 """Where every parameter of a DSpark drafter stands in a checkpoint, whichever layout it has.
 
 Layouts differ in what they put in front of names, not in the names behind it, which are DeepSpec's
-and here called plain. Every rank has the whole drafter.
+and here called plain.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from inkrt.engines.dspark.config import DSparkConfig
-from inkrt.engines.interface import Part, WeightSource
+from inkrt.engines.interface import Part, WeightSource, vocabulary_share
 from inkrt.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -33,6 +33,12 @@ _TREES = ("dspark", "mtp_dspark", "mtp")
 _BUNDLED = re.compile(rf"(?:model\.(?:llm\.|language_model\.)?)?({'|'.join(_TREES)})\.(.+)")
 _NOISE = ("model.", "draft_model.", "logit_head.", "dspark.")
 _SINKS = ("self_attn.sinks", "self_attn.attention_sink_bias")
+# Parameters that ranks share, and along which dimension; rows of tokens are shared unevenly.
+_SHARED = {
+    **dict.fromkeys(("ctx_proj", "wq", "wk", "wv", "gate", "up", "sinks"), 0),
+    **dict.fromkeys(("wo", "down"), 1),
+}
+_OF_TOKENS = ("markov_w2", "unembed")
 # Elements of two tensors that are compared at once.
 _PIECE = 1 << 24
 
@@ -103,7 +109,7 @@ def tensor_table(config: DSparkConfig, tensors: DraftTensors) -> dict[str, tuple
     q_width = config.num_attention_heads * size
     kv_width = config.num_key_value_heads * size
     table: dict[str, tuple[str, Shape]] = {
-        "ctx_proj": ("fc.weight", (hidden, len(config.taps) * config.target_hidden_size)),
+        "ctx_proj": ("fc.weight", (hidden, config.num_features)),
         "ctx_norm": ("hidden_norm.weight", (hidden,)),
         "norm": ("norm.weight", (hidden,)),
         "markov_w1": (FIRST_TABLE, (config.vocab_size, rank)),
@@ -151,7 +157,7 @@ def tensor_table(config: DSparkConfig, tensors: DraftTensors) -> dict[str, tuple
 def weight_sources(
     config: DSparkConfig, tensors: DraftTensors, where: str, num_tokens: int
 ) -> dict[str, WeightSource]:
-    """Map every parameter of the drafter to its place in the checkpoint; the same on all ranks.
+    """Map every parameter of the whole drafter to its place in the checkpoint.
 
     Args:
         config: of the drafter.
@@ -184,6 +190,46 @@ def weight_sources(
         part = Part(name, shape, (slice(None),) * len(shape), is_ids)
         sources[PARAMETER_ROOT + parameter] = WeightSource((part,), pad=pad)
     return sources
+
+
+def sources_of_rank(
+    config: DSparkConfig,
+    sources: Mapping[str, WeightSource],
+    num_tokens: int,
+    rank: int,
+    tp_size: int,
+) -> dict[str, WeightSource]:
+    """A rank's shares of the parameters of the whole drafter.
+
+    Args:
+        config: of the drafter.
+        sources: of `weight_sources`.
+        num_tokens: of the target's that can be sampled.
+        rank: of `tp_size`, which divides all that `DSparkConfig.check_sharding` names.
+        tp_size: number of ranks.
+    """
+    tokens = config.num_drafted(num_tokens)
+    share = vocabulary_share(tokens, tp_size)
+    first, last = min(rank * share, tokens), min((rank + 1) * share, tokens)
+    own = {}
+    for parameter, source in sources.items():
+        name = parameter.rpartition(".")[2]
+        (part,) = source.parts
+        index, pad = list(part.index), source.pad
+        if parameter.removeprefix(PARAMETER_ROOT) in _OF_TOKENS:
+            index[0], pad = slice(first, last), share - (last - first)
+        elif (dim := _SHARED.get(name)) is not None:
+            width = part.shape[dim] // tp_size
+            index[dim] = slice(rank * width, (rank + 1) * width)
+        mine = replace(part, index=tuple(index))
+        if name == "ctx_proj" and config.is_cut:
+            width = config.target_hidden_size
+            for tap in range(len(config.taps)):
+                columns = (index[0], slice(tap * width, (tap + 1) * width))
+                own[f"{parameter}.{tap}"] = WeightSource((replace(part, index=columns),))
+            continue
+        own[parameter] = replace(source, parts=(mine,), pad=pad)
+    return own
 
 
 def unused_tensors(config: DSparkConfig, tensors: DraftTensors, known: frozenset[str]) -> list[str]:

@@ -184,6 +184,7 @@ class ChainStep(nn.Module):
         self,
         step: StepInputs,
         is_coupled: Tensor,
+        wants_logits: Tensor,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
         """See `StepInputs`: `tokens` is the anchor alone. Gives tokens int32 [g], logits [g, V]."""
         step = dataclasses.replace(step, num_tokens=None)

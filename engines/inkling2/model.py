@@ -189,7 +189,11 @@ class Inkling2(nn.Module):
         )
         shard = vocabulary_share(config.unpadded_vocab_size, self.tp_size)
         self.unembed = parameter(shard, config.hidden_size, dtype=dtype)
-        self.drafter = Drafter(drafter, dtype, state) if drafter else None
+        self.drafter = (
+            Drafter(drafter, config.unpadded_vocab_size, self.tp_size, dtype, state)
+            if drafter
+            else None
+        )
 
     def row_parallel_weights(self) -> frozenset[str]:
         """Parameters that ranks share along the dimension summed over."""

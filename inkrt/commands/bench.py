@@ -289,12 +289,16 @@ def _open(folder: Path, rank_slice: str | None) -> "Iterator[tuple[CudaExecutor,
 
 
 def _chosen(config: "EngineConfig", names: str) -> "list[StepSpec]":
-    """The steps with the names or of the kinds that are wanted, in the engine's order."""
-    spelled = {step.name: {step.name, step.name.rstrip("0123456789")} for step in config.steps}
+    """The steps with the names or of the kinds that are wanted, in the engine's order.
+
+    The draft step, if there is one, comes last.
+    """
+    steps = [*config.steps, *([config.draft.step] if config.draft else [])]
+    spelled = {step.name: {step.name, step.name.rstrip("0123456789")} for step in steps}
     wanted = set(names.split(",")) if names else set(spelled)
     if unknown := wanted - set().union(*spelled.values()):
         raise ConfigError(f"the engine has no step {min(unknown)!r}; it has {', '.join(spelled)}")
-    return [step for step in config.steps if spelled[step.name] & wanted]
+    return [step for step in steps if spelled[step.name] & wanted]
 
 
 def _fitting(

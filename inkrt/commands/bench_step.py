@@ -48,10 +48,10 @@ class LaunchPrice:
 
 
 def step_input_of(config: EngineConfig, step: StepSpec, context: int) -> StepInput:
-    """Tokens behind `context` others of one session."""
+    """Tokens behind `context` others of one session; drafts share the noise of its draws."""
     pages = list(range(-(-config.max_seq_len // config.state.page_tokens)))
     tokens = [(17 + 31 * row) % config.model.vocab_size for row in range(step.num_tokens)]
-    return StepInput(tokens, context, 0, pages, Sampling())
+    return StepInput(tokens, context, 0, pages, Sampling(), is_coupled=True)
 
 
 def floor_us(num_bytes: float) -> float:

@@ -81,14 +81,17 @@ def _head(vocab: int, device: str) -> Arguments:
         "confidence_bias": torch.zeros(1, device=device),
         "d2t": None,
         "is_coupled": int32(0).to(device),
+        "wants_logits": int32(0).to(device),
         **{name: value.to(device) for name, value in sampling_arguments().items()},
         "position": int32(1000).to(device),
         "head": "rnn",
         "vocab_size": vocab,
+        "draft_vocab_size": vocab,
         "base_is_drafted": False,
         "softcap": 30.0,
         "softcap_place": "before_bias",
         "logits_divisor": 1.0,
+        "tp_size": 1,
     }
 
 

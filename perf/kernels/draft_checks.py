@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from w4a16_backend import Backend, Buffer, empty, run
 
 from inkrt.builder.tactics import find_tactics
+from inkrt.engines.interface import vocabulary_share
+from inkrt.plugins.draft_head.op import is_base_shared
 from inkrt.plugins.draft_sample.op import draw_draft
 from inkrt.plugins.kv_layout import PAGE_TOKENS, pack
 from inkrt.plugins.registry import Arguments, Case, plugins
@@ -64,6 +67,24 @@ def call_args(arguments: Arguments) -> CallArgs:
         return value
 
     return {name: described(value) for name, value in arguments.items()}
+
+
+def shares(arguments: Arguments, num_ranks: int) -> list[Arguments]:
+    """Arguments of `draft_head` on every rank, of those of one rank; padding is NaN."""
+    total = int(arguments["draft_vocab_size"])
+    share = vocabulary_share(total, num_ranks)
+    more = share * num_ranks - total
+    table = F.pad(arguments["markov_w2"], (0, 0, 0, more), value=torch.nan)
+    base = arguments["base_logits"]
+    is_shared = is_base_shared(arguments["d2t"], arguments["base_is_drafted"])
+    ranks = []
+    for rank in range(num_ranks):
+        own = {**arguments, "tp_size": num_ranks, "markov_w2": table[rank * share :][:share]}
+        if is_shared:
+            whole = F.pad(base, (0, more), value=torch.nan)
+            own["base_logits"] = whole[:, rank * share :][:, :share].contiguous()
+        ranks.append(own)
+    return ranks
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:

@@ -4,9 +4,13 @@
 // A warp has tiles of 32 rows of the second table: eight lanes a row, four rows at a time, and in
 // the end a token a lane. The first rows are requested before the wait.
 //
-// Macros: see head.cuh; DRAFTED (rows of the table), TRIMMED (tokens are i + d2t[i]), BASE_DRAFTED
-// (columns of the base logits are rows of the table), BASE_STRIDE, BASE_FLOAT32, SOFTCAP (0 none, 1
-// before the bias, 2 behind it), BLOCKS, LOGITS_WARPS.
+// Macros: see head.cuh; DRAFTED (rows of the table), TOTAL (tokens that can be drafted), RANKS,
+// each of which has DRAFTED of them, TRIMMED (tokens are i + d2t[i]), BASE_DRAFTED (columns of the
+// base logits are rows of the table), BASE_STRIDE, BASE_FLOAT32, SOFTCAP (0 none, 1 before the
+// bias, 2 behind it), BLOCKS, LOGITS_WARPS.
+#if RANKS > 1
+#include "../all_reduce/lamport.cuh"
+#endif
 #include "../w4a16/choice.cuh"
 #include "head.cuh"
 
@@ -54,26 +58,35 @@ INK_DEVICE float base_logit(const void* base, size_t at) {
   return at % 2 ? high_float(pair) : low_float(pair);
 }
 
-// Bits that order scores: -0 equals 0, and NaN is the largest.
+// Bits that order scores: -0 equals 0, and NaN is the largest. They are not what inboxes hold while
+// they are empty.
 INK_DEVICE u32 order_of(float x) {
-  if (x != x) return 0xFFFFFFFFu;
+  if (x != x) return 0xFFFFFFFEu;
   const u32 bits = __float_as_uint(x + 0.f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// z: of `next_row`. best, best_row, drawn [BLOCKS]: the largest logit and its token; the largest
-// score and, inverted, its token.
+// z: of `next_row`. logits [GROUP][VOCAB], or [DRAFTED] of this row and rank where there are
+// several. best, best_row, drawn [BLOCKS]: the largest logit and its token; the largest score and,
+// inverted, its token. peers: with several ranks.
 extern "C" __global__ void __maxnreg__(128)
     head_logits(const void* base, const bf16* table, const float* z_of_row, const int* d2t,
                 const float* temperature, const int* top_k, const float* top_p, const float* min_p,
                 const u64* seed, const int* position, const int* is_coupled, float* logits,
-                float* best, int* best_row, u64* drawn, float softcap, float divisor, int row) {
+                float* best, int* best_row, u64* drawn, const void* peers, float softcap,
+                float divisor, int row) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int first = warp * BLOCKS + blockIdx.x;
   if (thread == 0) pdl_trigger();
   Rows w;
   if (first < TILES) load_rows(w, table, first, 0);
+#if RANKS > 1
+  const int before = (int)((const Peers*)peers)->rank * DRAFTED;
+#else
+  const int before = 0;
+#endif
+  const int live = min(max(TOTAL - before, 0), DRAFTED);  // the last ranks may have fewer
   const Draw draw(temperature, top_k, top_p, min_p, seed, position, is_coupled, row);
   const bool draws = draw.temperature != 0 && !draw.is_filtered();
   pdl_wait();
@@ -88,8 +101,9 @@ extern "C" __global__ void __maxnreg__(128)
 #pragma unroll 1
   for (int tile = first; tile < TILES; tile += WARPS * BLOCKS) {
     const int i = tile * 32 + lane % 8 * 4 + lane / 8;
-    const bool is_row = i < DRAFTED;
-    const int token = is_row ? TRIMMED ? i + (int)load_weight4(d2t + i) : i : 0;
+    const bool is_row = i < live;
+    const int drafted = before + i;
+    const int token = is_row ? TRIMMED ? drafted + (int)load_weight4(d2t + drafted) : drafted : 0;
     const size_t at = (size_t)row * BASE_STRIDE + (BASE_DRAFTED ? i : token);
     float x = is_row ? base_logit(base, at) : 0.f;
     float sums[8];
@@ -117,7 +131,10 @@ extern "C" __global__ void __maxnreg__(128)
     x = x + bias;
     if (SOFTCAP == 2) x = softcap * tanhf(x / softcap);
     if (!is_row) continue;
-    logits[(size_t)row * VOCAB + token] = x;
+    if (RANKS > 1)
+      logits[i] = x;
+    else
+      logits[(size_t)row * VOCAB + token] = x;
     keep_better(largest, x, token);
     if (draws) {
       const uint4 bits = draw.bits(token / 4);

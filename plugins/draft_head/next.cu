@@ -97,7 +97,7 @@ INK_DEVICE int await_token(const u64* word, int* error) {
   return (int)(u32)v;
 }
 
-// best, best_row, drawn [count]: candidates of `head_logits`. mixed and confidence: of
+// best, best_row, drawn [count]: candidates of `head_logits`, or of ranks. mixed and confidence: of
 // `hidden_part`. states [GROUP][RANK], of which row k reads state k, 0 being zeros, and writes the
 // next; z [RANK]; published [GROUP].
 extern "C" __global__ void __launch_bounds__(THREADS, 4)

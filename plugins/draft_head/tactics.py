@@ -1,14 +1,17 @@
-"""How `draft_head` runs on a GPU: two kernels a row behind one for all rows.
+"""How `draft_head` runs on a GPU: two kernels a row behind one for all rows, or three of ranks.
 
 Row k needs the token of row k - 1, which stays on the device: `next_row` takes it from the
 candidates of the blocks of `head_logits`, or, where filters are on, from all logits, and makes what
-the second table multiplies; `head_logits` streams the table.
+the second table multiplies; `head_logits` streams the table. Of several ranks each streams its own
+rows of the table; `share_row` exchanges candidates behind it, and logits where they are needed.
 """
 
 from pathlib import Path
 
 import torch
 
+from inkrt.plugins.all_reduce.launches import ERROR, MAX_RANKS, QUAD_BYTES, grid_of
+from inkrt.plugins.draft_head.op import is_base_shared
 from inkrt.plugins.tactic import (
     GPU_TARGETS,
     CallArgs,
@@ -17,6 +20,7 @@ from inkrt.plugins.tactic import (
     KernelLaunch,
     Output,
     Param,
+    Peers,
     Pointer,
     Scratch,
     Tactic,
@@ -40,11 +44,15 @@ _REQUEST = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "is_co
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
-    """The kernels for up to 16 bfloat16 rows and ranks of 64, 128, 192 and 256."""
+    """The kernels for up to 16 bfloat16 rows and ranks of 64, 128, 192 and 256.
+
+    Of 2 to 8 GPUs each has whole fours of tokens.
+    """
     hidden, first, second = (tensor_arg(args, x) for x in ("hidden", "markov_w1", "markov_w2"))
     base = tensor_arg(args, "base_logits")
     (num_rows, width), (drafted, rank) = hidden.shape, second.shape
     vocab, head = int(number_arg(args, "vocab_size")), _HEADS[str(args["head"])]
+    num_ranks = int(number_arg(args, "tp_size"))
     chunks = -(-width // (8 * 512))
     fits = (
         target in GPU_TARGETS
@@ -55,6 +63,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         and rank % 64 == 0
         and rank <= _MOST_RANK
         and vocab <= _MOST_VOCAB
+        and (num_ranks == 1 or (num_ranks <= MAX_RANKS and drafted % 4 == 0))
         and all(x.strides is None for x in (hidden, first, second))
         and (base.strides is None or base.strides[1] == 1)
     )
@@ -141,12 +150,31 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         "drawn": Scratch("drawn", blocks * 8),
         "exchange": Scratch("exchange", sample_exchange_bytes(1), fill=0),
         "published": Scratch("published", num_rows * 8, fill=0),
-        "error": Scratch("error", 4, fill=0),
+        "error": ERROR,
+        # Read by several ranks only.
+        "peers": Pointer("markov_w2"),
     }
-    base_is_drafted = is_trimmed and bool(args["base_is_drafted"])
-    logits_defines = (
+    # What `next_row` chooses from, and where `head_logits` puts its logits.
+    candidates, num_candidates, logits_to = ("best", "best_row", "drawn"), blocks, "logits"
+    if num_ranks > 1:
+        known |= {
+            "own": Scratch("own", drafted * 4),
+            "best_of_ranks": Scratch("best_of_ranks", num_ranks * 4),
+            "row_of_ranks": Scratch("row_of_ranks", num_ranks * 4),
+            "drawn_of_ranks": Scratch("drawn_of_ranks", num_ranks * 8),
+            "peers": Peers(QUAD_BYTES + drafted * 4),
+        }
+        candidates = ("best_of_ranks", "row_of_ranks", "drawn_of_ranks")
+        num_candidates, logits_to = num_ranks, "own"
+    of_ranks = (
+        ("RANKS", num_ranks),
         ("DRAFTED", drafted),
+        ("TOTAL", int(number_arg(args, "draft_vocab_size"))),
         ("TRIMMED", int(is_trimmed)),
+    )
+    base_is_drafted = is_base_shared(args["d2t"], bool(args["base_is_drafted"]))
+    logits_defines = (
+        *of_ranks,
         ("BASE_DRAFTED", int(base_is_drafted)),
         ("BASE_STRIDE", base.strides[0] if base.strides else base.shape[1]),
         ("BASE_FLOAT32", int(base.dtype == torch.float32)),
@@ -167,10 +195,10 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
                 max(draws, makes),
                 _NEXT_THREADS,
                 params(
-                    f"anchor best best_row drawn logits {request} markov_w1 mix_proj "
+                    f"anchor {' '.join(candidates)} logits {request} markov_w1 mix_proj "
                     "confidence_proj mixed confidence tokens states z confidences published "
                     "exchange error",
-                    Int32(blocks),
+                    Int32(num_candidates),
                     Int32(row),
                 ),
                 sample_bytes(vocab, parts, _NEXT_THREADS) + 8,
@@ -185,16 +213,35 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
                     blocks,
                     32 * _LOGITS_WARPS,
                     params(
-                        f"base_logits markov_w2 z d2t {request} logits best best_row drawn softcap "
-                        "divisor",
+                        f"base_logits markov_w2 z d2t {request} {logits_to} best best_row drawn "
+                        "peers softcap divisor",
                         Int32(row),
                     ),
                     16 * _LOGITS_WARPS,
                 )
             )
+        if row < num_rows and num_ranks > 1:
+            grid = grid_of(drafted // 4)
+            kernels.append(
+                launch(
+                    "share_row",
+                    "share",
+                    (*of_ranks, ("THREADS", grid.threads)),
+                    grid.blocks,
+                    grid.threads,
+                    params(
+                        f"best best_row drawn own d2t {request} wants_logits logits "
+                        f"{' '.join(candidates)} peers error",
+                        Int32(blocks),
+                        Int32(row),
+                    ),
+                )
+            )
     # The second table once a row: only what is left of it in the L2 need not cross memory again.
     table_bytes = num_rows * drafted * rank * 2
     other = mixed * (2 * rank + width) * 2 + num_rows * (base.shape[1] * base.dtype.itemsize)
-    num_bytes = table_bytes + other + num_rows * vocab * 4
+    # Several ranks write logits of all tokens only where somebody needs them.
+    num_bytes = table_bytes + other + num_rows * (vocab if num_ranks == 1 else drafted) * 4
     flops = 2 * num_rows * (drafted * rank + mixed * (2 * rank + width))
-    return [Tactic("two_kernels_a_row", tuple(kernels), num_bytes, flops)]
+    name = "two_kernels_a_row" if num_ranks == 1 else "three_kernels_a_row"
+    return [Tactic(name, tuple(kernels), num_bytes, flops)]

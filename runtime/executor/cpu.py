@@ -77,7 +77,7 @@ class CpuExecutor:
         count = len(step_input.tokens)
         assert 1 <= count <= plan.num_tokens, f"{count} tokens in step {step}"
         for rank, tensors in enumerate(bound.tensors):
-            values = _input_values(step_input, rank)
+            values = _input_values(step_input, rank, wants_logits=wants_logits)
             for name, index in plan.inputs.items():
                 # Unused rows and pages keep harmless zeros.
                 value, tensor = values[name], tensors[index]
@@ -205,7 +205,9 @@ def _arguments(launch: Launch, tensors: list[Tensor]) -> dict[str, Any]:
     return {name: value(argument) for name, argument in launch.args.items()}
 
 
-def _input_values(step_input: StepInput, rank: int) -> dict[str, list[int] | list[float]]:
+def _input_values(
+    step_input: StepInput, rank: int, *, wants_logits: bool
+) -> dict[str, list[int] | list[float]]:
     sampling = step_input.sampling
     return {
         "tokens": list(step_input.tokens),
@@ -220,6 +222,7 @@ def _input_values(step_input: StepInput, rank: int) -> dict[str, list[int] | lis
         "min_p": [sampling.min_p],
         "seed": [sampling.seed],
         "is_coupled": [int(step_input.is_coupled)],
+        "wants_logits": [int(wants_logits)],
     }
 
 

@@ -97,7 +97,7 @@ class CudaExecutor:
         self._require_whole()
         self._enter()
         plan = self.plan(step)
-        self._start(step_input, step)
+        self._start(step_input, step, wants_logits=wants_logits)
         count = len(step_input.tokens)
         rows = count if plan.num_rows == plan.num_tokens else plan.num_rows
         num_rows = {"tokens": rows, "logits": rows if wants_logits else 0, "confidences": rows}
@@ -236,7 +236,9 @@ class CudaExecutor:
         """Make the first rank's context current in the calling thread; the others have theirs."""
         self.ranks[0].enter()
 
-    def _start(self, step_input: StepInput, step: str | None = None) -> None:
+    def _start(
+        self, step_input: StepInput, step: str | None = None, *, wants_logits: bool = False
+    ) -> None:
         """Set the inputs on all ranks, and queue a step."""
         sampling = step_input.sampling
         values: dict[str, Any] = {
@@ -251,6 +253,7 @@ class CudaExecutor:
             "min_p": [sampling.min_p],
             "seed": [sampling.seed],
             "is_coupled": [int(step_input.is_coupled)],
+            "wants_logits": [int(wants_logits)],
         }
         self._queue.clear()
         block = self.ranks[0].encode_inputs(values)

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from gpu_build import fake_compiler
-from small_model import OPTIONS, edit_tensors, write_small
+from small_model import OPTIONS, edit_config, edit_tensors, write_small
 from test_drafter import Make, damaged, find
 
 from inkrt.builder.build import _engine_code, build_engine, prepare
@@ -110,14 +110,18 @@ def test_models_without_taps_refuse_a_drafter(tmp_path: Path) -> None:
         prepare(Checkpoint(checkpoint), OPTIONS, draft_checkpoint=checkpoint / "drafter")
 
 
-@pytest.mark.parametrize("spec", ["auto", "dspark"])
-def test_ranks_on_gpus_refuse_a_drafter(make: Make, spec: Literal["auto", "dspark"]) -> None:
-    options = dataclasses.replace(OPTIONS, target="sm_90a", tp_size=2, spec=spec)
+@pytest.mark.parametrize("target", ["cpu", "sm_90a"])
+def test_sizes_that_ranks_cannot_share_are_named(
+    make: Make, tmp_path: Path, target: Literal["cpu", "sm_90a"]
+) -> None:
+    checkpoint = damaged(make, tmp_path / "narrow")
+    edit_config(checkpoint, lambda config: config.update({"dspark_intermediate_size": 57}))
+    options = dataclasses.replace(OPTIONS, target=target, tp_size=2, spec="dspark", weights="dummy")
     with pytest.raises(
         ConfigError,
-        match=r"drafter \(dspark\) cannot be built for 2 ranks of target sm_90a .*--spec none",
+        match=r"tp size 2 does not divide intermediate_size = 57 of the drafter; .*--spec none",
     ):
-        prepare(Checkpoint(make("embedded")), options)
+        prepare(Checkpoint(checkpoint), options)
 
 
 @pytest.mark.parametrize("steps", [["decode"], ["decode", "verify2", DRAFT_STEP]])

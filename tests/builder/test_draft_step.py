@@ -103,9 +103,11 @@ EMBED_EPS = 0.01
 Tensors = dict[str, Tensor]
 
 
-def make_step(config: DSparkConfig, dtype: torch.dtype) -> tuple[DraftStep, Tensors, Tensors]:
+def make_step(
+    config: DSparkConfig, dtype: torch.dtype, target: DraftTarget = TARGET
+) -> tuple[DraftStep, Tensors, Tensors]:
     """The module, its weights and its state, random."""
-    module = DraftStep(config, TARGET, EMBED_EPS, 1, dtype, STATE)
+    module = DraftStep(config, target, EMBED_EPS, 1, dtype, STATE)
     generator = torch.Generator().manual_seed(3)
 
     def draw(name: str, shape: torch.Size, kept: torch.dtype) -> Tensor:
@@ -139,6 +141,7 @@ def run_step(
         "page_table": PAGES,
         "temperature": torch.zeros(1),
         "is_coupled": torch.zeros(1, dtype=torch.int32),
+        "wants_logits": torch.ones(1, dtype=torch.int32),
     }
     before = {name: value.clone() for name, value in state.items()}
     outputs = run_plan(lower(graph), weights, state, inputs)

@@ -15,9 +15,10 @@ from inkrt.builder.timing_cache import read_timing_cache
 from inkrt.builder.tune import Candidate
 from inkrt.commands import bench, bench_ops
 from inkrt.commands.bench_ops import Bench
+from inkrt.commands.bench_step import step_input_of
 from inkrt.errors import ConfigError, DeviceError
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.engine_file import EngineConfig, StepSpec
+from inkrt.runtime.engine_file import DraftSpec, EngineConfig, StepSpec
 from inkrt.runtime.executor import StepInput, cuda_timing
 from inkrt.runtime.executor.cuda import CudaExecutor
 
@@ -114,6 +115,16 @@ def test_unknown_steps_are_refused() -> None:
     assert bench._chosen(CONFIG, "verify2") == [STEP]
     with pytest.raises(ConfigError, match="no step 'decode'; it has verify2"):
         bench._chosen(CONFIG, "verify2,decode")
+
+
+def test_the_draft_step_is_timed_too() -> None:
+    config = replace(CONFIG, draft=DraftSpec("dspark", 7, "rnn", has_confidence=True))
+    drafts = StepSpec("draft", 1, 7)
+    assert bench._chosen(config, "") == [STEP, drafts]
+    assert bench._chosen(config, "draft") == [drafts]
+    assert step_input_of(config, drafts, 40).is_coupled
+    with pytest.raises(ConfigError, match="no step 'draft'; it has verify2"):
+        bench._chosen(CONFIG, "draft")
 
 
 def tune(

@@ -15,6 +15,10 @@ def concat(parts: Sequence[Tensor], dim: int) -> Result:
     return (torch.from_numpy(np.concatenate(arrays, axis=dim)),), {}
 
 
+def sum_parts(parts: Sequence[Tensor], dtype: torch.dtype) -> Result:
+    return (torch.from_numpy(np.sum([part.numpy() for part in parts], axis=0)),), {}
+
+
 def draft_attention(
     q: Tensor,
     k: Tensor,
@@ -65,6 +69,7 @@ def draft_head(
     confidence_bias: Tensor | None,
     d2t: Tensor | None,
     is_coupled: Tensor,
+    wants_logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -73,13 +78,16 @@ def draft_head(
     position: Tensor,
     head: str,
     vocab_size: int,
+    draft_vocab_size: int,
     base_is_drafted: bool,
     softcap: float,
     softcap_place: str,
     logits_divisor: float,
+    tp_size: int,
 ) -> Result:
+    assert (int(wants_logits), tp_size) == (1, 1)
     rank, first = markov_w1.shape[1], int(position)
-    target_of = [i + (0 if d2t is None else int(d2t[i])) for i in range(len(markov_w2))]
+    target_of = [i + (0 if d2t is None else int(d2t[i])) for i in range(draft_vocab_size)]
     logits = torch.full((len(hidden), vocab_size), -math.inf, dtype=torch.float64)
     tokens, confidences = [], []
     state, previous = np.zeros(rank), int(anchor)
@@ -200,4 +208,5 @@ ORACLES_DRAFT: dict[str, Oracle] = {
     "chain_input": chain_input,
     "scale": scale,
     "sink_router": sink_router,
+    "sum_parts": sum_parts,
 }

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile k
 OPERATORS = (
     "allreduce_conv_mix", "concat", "kv_write", "l2_clip", "qkv_post", "residual_add",
     "residual_mix", "rms_norm", "rope", "short_conv", "sigmoid_gate", "silu_mul",
+    "sum_parts",
 )  # fmt: skip
 CASES = [
     pytest.param(

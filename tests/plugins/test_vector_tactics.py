@@ -99,6 +99,7 @@ CALLS = [
     ("l2_clip", {"x": TensorArg((64, 4, 8), BF16), "scale": TensorArg((4, 8), BF16),
                  "threshold": 8.0}, 1),
     ("sigmoid_gate", {"x": TensorArg((8, 768), BF16), "gate": TensorArg((8, 768), BF16)}, 1),
+    ("sum_parts", {"parts": [TensorArg((8, 1152), FLOAT32)] * 5, "dtype": BF16}, 1),
     ("silu_mul", {"gate_up": TensorArg((7, 1024), BF16)}, 1),
     ("rope", {"x": TensorArg((7, 4, 64), BF16), "position": TensorArg((1,), INT32),
               "theta": 1e4}, 1),
