@@ -1,12 +1,13 @@
 """When every launch of a step starts, waits, releases the next one and ends, on a GPU.
 
-    python perf/stamps.py ENGINE [--rank-slice 0/4] [--step decode] [--context 8192]
-        [--variant KERNEL.MACRO=VALUE,...] ... [--launches FIRST:LAST] [-o FILE]
+    python perf/stamps.py ENGINE [--rank-slice 0/4] [--step decode] [--context 8192] [--no-stamps]
+        [--variant NAME.MACRO=VALUE,...] ... [--launches FIRST:LAST] [-o FILE]
 
 The step's kernels are compiled again with `stamps.cuh` in front of them and take the place of the
 engine's own, whose code stays as it is. Each `--variant` (repeatable) changes macros of the kernels
-with that entry, `smem` and `blocks` of their launch, and adds a table; the step is timed without
-stamps, too. `same` says whether results have the bits of the engine as built.
+that NAME, an operator or an entry, has, `smem` and `blocks` of their launch or the operator's
+`tactic`, and adds a table; the step is timed without stamps, too. `same` says whether results have
+the bits of the engine as built.
 
 Times are medians over replays, in us; of a kind of launch behind a kind of launch, medians over the
 step. Columns, "before" being the launch before:
@@ -26,6 +27,7 @@ import math
 import re
 import statistics
 import sys
+import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -42,10 +44,10 @@ from inkrt.builder.compile import PLUGIN_FOLDER, compile_cubin
 from inkrt.builder.tactics import find_tactics
 from inkrt.builder.tune import call_args_of
 from inkrt.commands.bench_step import step_input_of
-from inkrt.plugins.tactic import KernelLaunch
+from inkrt.plugins.tactic import KernelLaunch, Param
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.executor.cuda_timing import Timer
-from inkrt.runtime.plan import Kernel, Plan
+from inkrt.runtime.plan import Kernel, KernelParam, Plan
 
 EVENTS, WORDS = 4, 9  # as in stamps.cuh
 START, WAITED, TRIGGERED, ENDED = range(EVENTS)
@@ -116,20 +118,42 @@ class Named:
     source: KernelLaunch
 
 
-def kernels_of(plan: Plan, target: str) -> list[Named]:
-    """All kernels of a step in order."""
+def kernels_of(plan: Plan, target: str, settings: Settings) -> list[Named]:
+    """All kernels of a step in order, of a variant's tactics.
+
+    Raises:
+        SystemExit: there is no such tactic, or it needs memory that the engine's own does not have.
+    """
     found = []
     for launch in plan.launches:
-        tactics = find_tactics(launch.op, target, call_args_of(plan, launch))
-        (tactic,) = (each for each in tactics if each.name == launch.tactic)
-        for kernel, source in zip(launch.kernels, tactic.kernels, strict=True):
-            found.append(Named(launch.op, launch.module, kernel, source))
+        tactics = {
+            tactic.name: tactic
+            for tactic in find_tactics(launch.op, target, call_args_of(plan, launch))
+        }
+        wanted = settings.get(launch.op, {}).get("tactic", launch.tactic)
+        if wanted not in tactics:
+            raise SystemExit(f"no tactic {wanted} of {launch.op}; there are {', '.join(tactics)}")
+        own = tactics[launch.tactic].kernels
+        params: dict[Param, KernelParam] = {}
+        for kernel, source in zip(launch.kernels, own, strict=True):
+            params |= zip(source.params, kernel.params, strict=True)
+        for source in tactics[wanted].kernels:
+            if missing := [str(param) for param in source.params if param not in params]:
+                raise SystemExit(f"{wanted} needs {missing}, which {launch.tactic} does not have")
+            kernel = Kernel(
+                cubin="", entry=source.entry, grid=source.grid, block=source.block,
+                cluster=source.cluster, smem_bytes=source.smem_bytes, pdl=source.pdl,
+                cooperative=source.cooperative,
+                params=tuple(params[param] for param in source.params),
+            )  # fmt: skip
+            found.append(changed(Named(launch.op, launch.module, kernel, source), settings))
     return found
 
 
 def changed(named: Named, settings: Settings) -> Named:
     """A kernel with a variant's macros and launch."""
-    macros = dict(settings.get(named.source.entry, {}))
+    macros = settings.get(named.op, {}) | settings.get(named.source.entry, {})
+    macros.pop("tactic", None)
     smem = int(macros.pop("smem", named.kernel.smem_bytes))
     blocks = int(macros.pop("blocks", named.kernel.grid[0]))
     grid = (blocks, *named.kernel.grid[1:])
@@ -152,8 +176,16 @@ class Stamper:
         self.plan: Plan = self.rank.plans[step]
         (spec,) = (each for each in engine.config.steps if each.name == step)
         self.input = step_input_of(engine.config, spec, context)
-        self.kernels = kernels_of(self.plan, engine.config.target)
+        self._target = engine.config.target
         self._codes: dict[Any, Any] = {}
+
+    def kernels(self, settings: Settings) -> list[Named]:
+        """Those of a variant."""
+        kernels = kernels_of(self.plan, self._target, settings)
+        known = {name for named in kernels for name in (named.op, named.source.entry)}
+        if unknown := settings.keys() - known:
+            raise SystemExit(f"no {', '.join(sorted(unknown))}; there are {sorted(known)}")
+        return kernels
 
     def compile(self, kernels: list[Named], *, has_stamps: bool) -> list[Any]:
         """Loaded code of each kernel; equal ones share it."""
@@ -288,7 +320,9 @@ def show(kernels: list[Named], figures: NDArray[np.float64], launches: slice | N
         kinds[named.source.entry, entry].append(number)
     say(f"{'count':>5} {'kernel':20} {'behind':20} " + " ".join(f"{n:>7}" for n in COLUMNS))
     for (entry, before), members in sorted(kinds.items(), key=lambda item: min(item[1])):
-        values = np.nanmedian(figures[members, 6:], axis=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # nothing is before the first launch
+            values = np.nanmedian(figures[members, 6:], axis=0)
         texts = " ".join(f"{value:7.2f}" for value in values)
         say(f"{len(members):5} {entry:20} {before:20} {texts}")
 
@@ -300,7 +334,7 @@ def parse(variant: str) -> Settings:
         name, _, value = part.partition("=")
         entry, _, macro = name.partition(".")
         if not (entry and macro and value):
-            raise SystemExit(f"{part!r} is no ENTRY.MACRO=VALUE")
+            raise SystemExit(f"{part!r} is no NAME.MACRO=VALUE")
         settings[entry][macro] = value
     return settings
 
@@ -330,10 +364,7 @@ def main() -> int:
         stamper = Stamper(engine, options.step, options.context)
         first = ""
         for variant in ["", *options.variant]:
-            settings = parse(variant)
-            if unknown := settings.keys() - {named.source.entry for named in stamper.kernels}:
-                raise SystemExit(f"no kernel {', '.join(sorted(unknown))} in {options.step}")
-            kernels = [changed(named, settings) for named in stamper.kernels]
+            kernels = stamper.kernels(parse(variant))
             us, digest = stamper.time(stamper.capture(kernels, None))
             first = first or digest
             say(f"{us:8.1f} us, same: {digest == first}  {variant or 'as built'}")

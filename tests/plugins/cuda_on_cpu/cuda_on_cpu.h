@@ -8,6 +8,7 @@
 #pragma once
 #define INK_DEVICE_CUH
 #define INK_PEER_CUH
+#define INK_CLUSTER_CUH
 #include <sched.h>
 #include <sys/mman.h>
 #include <ucontext.h>
