@@ -12,13 +12,13 @@ the bits of the engine as built.
 Times are medians over replays, in us; of a kind of launch behind a kind of launch, medians over the
 step. Columns, "before" being the launch before:
 
-    early   from this launch's last start to the end of the one before; below 0 it started behind that
+    early   from this launch's last start to the end of the one before; below 0: behind that
     spread  from the first block's end to the last one's
     wake    from the end of the one before to the last block's return from its wait
     work    from there to the end
     price   from end to end
     trigger from the end of the one before to the last trigger
-    beside  blocks that shared their multiprocessor with one of the next launch before they had waited
+    beside  blocks on whose multiprocessor one of the next launch started before their wait was over
 """
 
 import argparse
@@ -31,6 +31,7 @@ import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,11 @@ Defines = tuple[tuple[str, int | float | str], ...]
 _KERNEL = re.compile(r'extern "C" __global__[^;{]*?\b((?!__)\w+)\s*\(')
 
 
-def _behind(text: str, at: int, pair: str) -> int:
-    """Where the bracket ends that was opened in front of `at`."""
+def _behind_parameters(text: str, at: int) -> int:
+    """Where the parenthesis ends that was opened in front of `at`."""
     depth = 1
     while depth:
-        depth += {pair[0]: 1, pair[1]: -1}.get(text[at], 0)
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
         at += 1
     return at
 
@@ -79,9 +80,9 @@ def stamped_source(text: str, entry: str) -> str:
     result, done = [], 0
     is_there = False
     for found in _KERNEL.finditer(text):
-        params = _behind(text, found.end(), "()")
+        params = _behind_parameters(text, found.end())
         body = text.index("{", params) + 1
-        end = _behind(text, body, "{}")
+        end = text.index("\n}", body) + 2  # braces may be of one branch of the preprocessor
         result.append(text[done : found.start()])
         if found[1] == entry:  # others are left out, as their parameters have other names
             is_there = True
@@ -252,7 +253,7 @@ class Stamper:
             self.rank.require_sound()
             host = np.zeros((int(starts[-1]), WORDS), np.int64)
             self.check(self.driver.cuMemcpyDtoH(host.ctypes.data, base, size))
-            replays.append([host[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)])
+            replays.append([host[a:b] for a, b in pairwise(starts)])
         self.check(self.driver.cuMemFree(base))
         return us, replays
 
@@ -312,7 +313,9 @@ def show(kernels: list[Named], figures: NDArray[np.float64], launches: slice | N
             f"{'end':>8} {'last':>8}")  # fmt: skip
         for number in range(len(kernels))[launches]:
             times = " ".join(f"{value:8.2f}" for value in figures[number, :6])
-            rest = " ".join(f"{n} {v:.2f}" for n, v in zip(COLUMNS, figures[number, 6:], strict=True))
+            rest = " ".join(
+                f"{n} {v:.2f}" for n, v in zip(COLUMNS, figures[number, 6:], strict=True)
+            )
             say(f"{number:4} {kernels[number].source.entry:30} {times}  {rest}")
     kinds: dict[tuple[str, str], list[int]] = defaultdict(list)
     for number, named in enumerate(kernels):

@@ -55,7 +55,8 @@ def find_tactics(target: str, args: CallArgs, of_one_rank: FindTactics) -> list[
     sum_in_scratch = Scratch("summed", 2 * num_rows * width)
     (push,) = in_front[0].kernels
     push = _moved(push, {Pointer("x"): Pointer("partial"), Output(0): sum_in_scratch})
-    within, behind = [], []
+    within: list[Tactic] = []
+    behind: list[Tactic] = []
     for way in alone:
         first = way.kernels[0]
         is_fused = way.name in (_FUSED if num_rows < _TAPS else _FUSED_OF_SEVERAL)
