@@ -1,6 +1,6 @@
-// In front of a kernel's source for perf/stamps.py: every block stamps when it starts, when its wait
-// is over, when it releases dependents, and when it ends. The address of a launch's stamps is one
-// more parameter of the kernel, INK_STAMPS_PARAM in PTX, which a thread reads from the constant
+// In front of a kernel's source for perf/stamps.py: every block stamps when it starts, when its
+// wait is over, when it releases dependents, and when it ends. The address of a launch's stamps is
+// one more parameter of the kernel, INK_STAMPS_PARAM in PTX, which a thread reads from the constant
 // bank whenever it stamps: no register holds it in between.
 //
 // Of a block WORDS words: for each event the last warp's %globaltimer, then its clock of the

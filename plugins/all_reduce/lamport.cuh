@@ -101,6 +101,7 @@ struct Exchange {
   INK_DEVICE void receive16(const u64 (&offset)[N], const bool (&is_wanted)[N],
                             const uint4 (&own)[N], uint4 (&parts)[N][RANKS]) {
     u32 missing = 0;
+    const u8* const filled_now = own_inbox + filling;
 #pragma unroll 1
     for (u32 spins = 0;; spins++) {
       bool is_complete = true;
@@ -110,7 +111,7 @@ struct Exchange {
         for (u32 r = 0; r < RANKS; r++)
           if (is_wanted[n])
             parts[n][r] = r == rank ? not_empty(own[n])
-                                    : load_inbox16(own_inbox + r * slot_bytes + offset[n] + filling);
+                                    : load_inbox16(filled_now + r * slot_bytes + offset[n]);
 #pragma unroll
       for (int n = 0; n < N; n++)
 #pragma unroll

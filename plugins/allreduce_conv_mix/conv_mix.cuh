@@ -3,10 +3,10 @@
 // `Source` gives the sum in the model's dtype: load(token, column) is four columns of a row of the
 // step, called behind the wait; a row is asked for by the blocks of up to four tokens.
 //
-// Macros: WIDTH, FORMER (sources in front of the new residual), QUERIES, RESIDUAL (0 none, 1 bf16, 2
-// float32), KEEPS_FLOAT32 (the new residual), RING, RING_IS_WIDE, SPLIT (how a row is shared: 0 not,
-// 1 by slices, 2 in a cluster; see mix.cuh), TRIGGER,
-// and REGISTERS of a thread, if they are bounded.
+// Macros: WIDTH, FORMER (sources in front of the new residual), QUERIES, RESIDUAL (0 none, 1 bf16,
+// 2 float32), KEEPS_FLOAT32 (the new residual), RING, RING_IS_WIDE, SPLIT (how a row is shared:
+// 0 not, 1 by slices, 2 in a cluster; see mix.cuh), TRIGGER, and REGISTERS of a thread, if they
+// are bounded.
 #ifndef INK_CONV_MIX_CUH
 #define INK_CONV_MIX_CUH
 #include "mix.cuh"

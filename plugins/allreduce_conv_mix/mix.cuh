@@ -6,9 +6,9 @@
 // with every source: those of two sources also give the mean square of out_i, for the norm behind
 // it. So one exchange of sums is enough, and a row can be shared by blocks that meet once.
 //
-// A slice is 512 columns: 128 threads of four each. Sums over a warp are made by its lanes in a fixed
-// order, those of a slice are its warps' in order, those of a row the slices' in order. So three ways
-// to share a row give the same bits:
+// A slice is 512 columns: 128 threads of four each. Sums over a warp are made by its lanes in a
+// fixed order, those of a slice are its warps' in order, those of a row the slices' in order. So
+// three ways to share a row give the same bits:
 //     split    a block for every slice; blocks hand each other their sums in 8-byte words of global
 //              memory, each beside the number of the launch it belongs to
 //     cluster  CLUSTER blocks have as many of the row's warps each, and store their warps' sums in
@@ -35,16 +35,16 @@ __device__ constexpr int power_of_two_from(int n) {
   while (power < n) power *= 2;
   return power;
 }
-// Bit in which partners differ in a step of a warp's sum. The tree of WIDTH takes the bits WIDTH / 2
-// down to 1, then those from WIDTH on.
+// Bit in which partners differ in a step of a warp's sum. The tree of `width` takes the bits
+// width / 2 down to 1, then those from `width` on.
 __device__ constexpr int tree_bit(int width, int step) {
   return width >> (step + 1) ? width >> (step + 1) : 1 << step;
 }
 
 // Sums of v[i] over a warp by the tree of TREE, a power of two of them. As long as lanes hold
 // several, they hand over the half that they leave to others; in the end v[0] is the sum of number
-// `tree_place`. A recursion, as unrolled loops whose length shrinks were not unrolled in full, and v
-// stood in local memory.
+// `tree_place`. A recursion, as unrolled loops whose length shrinks were not unrolled in full, and
+// v stood in local memory.
 template <int TREE, int STEP, int COUNT, int W>
 INK_DEVICE void sums_over_warp(float (&v)[W], int lane) {
   if constexpr (STEP < 5) {
@@ -125,7 +125,9 @@ struct Mix {
   static __device__ constexpr int tree_of(int first) {
     return SUMS - first >= 32 ? 32 : power_of_two_from(SUMS - first);
   }
-  static __device__ constexpr int end_of(int first) { return first + 32 < SUMS ? first + 32 : SUMS; }
+  static __device__ constexpr int end_of(int first) {
+    return first + 32 < SUMS ? first + 32 : SUMS;
+  }
   static __device__ constexpr int count(int first, bool late) {
     int n = 0;
     for (int sum = first; sum < end_of(first); sum++) n += is_late(sum) == late;

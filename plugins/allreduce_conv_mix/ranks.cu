@@ -1,5 +1,5 @@
-// allreduce_conv_mix of several ranks: blocks are [token][block of its row], see SPLIT. Each sends its
-// columns of its token's part to all ranks, and waits for those of the up to ROWS tokens that it
+// allreduce_conv_mix of several ranks: blocks are [token][block of its row], see SPLIT. Each sends
+// its columns of its token's part to all ranks, and waits for those of the up to ROWS tokens that it
 // convolves. Meanwhile it adds up what needs none of them. Rows from num_tokens on are left as they
 // are.
 #include "all_reduce/lamport.cuh"

@@ -9,8 +9,8 @@
 //
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
 // neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
-// a warp's), STAGES, AHEAD (stages behind them that the L2 is asked for before the wait), PACE (of a
-// warp's first stages so many are on their way at once; 0: all); and what becomes of a product:
+// a warp's), STAGES, AHEAD (stages behind them that the L2 is asked for before the wait), PACE (so
+// many of a warp's first stages are on their way at once; 0: all); and what becomes of a product:
 //   RESULT 0  y bf16
 //   RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
