@@ -176,8 +176,11 @@ class RankGpus:
         ):
             number = self._devices[rank].device_id
             self._check(self._driver.cuKernelSetAttribute(name, value, function.handle, number))
+        x, y, z = kernel.grid
         config = LaunchConfig(
-            grid=kernel.grid, block=kernel.block, shmem_size=kernel.smem_bytes,
+            grid=(x // kernel.cluster, y, z),  # in clusters
+            cluster=(kernel.cluster, 1, 1) if kernel.cluster > 1 else None,
+            block=kernel.block, shmem_size=kernel.smem_bytes,
             programmatic_stream_serialization=pdl,
         )  # fmt: skip
         launch(to, config, function, *values)

@@ -56,7 +56,7 @@ INK_DEVICE bool has_empty(const uint4& v) {
 struct Exchange {
   u8* inbox[RANKS];
   u8* own_inbox;  // by itself: registers have no index
-  u64 slot_bytes;
+  u64 slot_bytes, own_slot, buffer_bytes, filling;
   u32 rank, buffer, filled, code, limit;
   Turn* turns;
   int* error;
@@ -70,6 +70,8 @@ struct Exchange {
 #pragma unroll
     for (int r = 0; r < RANKS; r++) inbox[r] = peers->inbox[r];
     own_inbox = peers->inbox[rank];
+    own_slot = rank * slot_bytes;
+    buffer_bytes = RANKS * slot_bytes;
   }
   // Behind pdl_wait(), by all threads that send, receive or clear. It asks for what `ready` waits
   // for, so in between a thread should ask for what it will send.
@@ -78,6 +80,7 @@ struct Exchange {
     code = load_act4(error);
     buffer = now.x;
     filled = now.y;
+    filling = buffer * buffer_bytes;
   }
   INK_DEVICE void ready() {
     limit = code ? 0 : PEER_SPIN_LIMIT;
@@ -85,15 +88,12 @@ struct Exchange {
     // it.
     if (code) fail(code >> 16 ? code : code | (rank + 1) << 16);
   }
-  INK_DEVICE u8* place(u8* inbox, u32 which, u32 from, u64 offset) const {
-    return inbox + ((u64)which * RANKS + from) * slot_bytes + offset;
-  }
   // Sixteen bytes of this rank's part to all others.
   INK_DEVICE void send16(u64 offset, uint4 v) const {
     v = not_empty(v);
 #pragma unroll
     for (u32 r = 0; r < RANKS; r++)
-      if (r != rank) store_inbox16(place(inbox[r], buffer, rank, offset), v);
+      if (r != rank) store_inbox16(inbox[r] + own_slot + offset + filling, v);
   }
   // Sixteen bytes of every rank's part, in rank order, at N offsets; `own` are those of this one.
   // Places that are not wanted are left as they are.
@@ -101,6 +101,7 @@ struct Exchange {
   INK_DEVICE void receive16(const u64 (&offset)[N], const bool (&is_wanted)[N],
                             const uint4 (&own)[N], uint4 (&parts)[N][RANKS]) {
     u32 missing = 0;
+    const u8* const filled_now = own_inbox + filling;
 #pragma unroll 1
     for (u32 spins = 0;; spins++) {
       bool is_complete = true;
@@ -110,7 +111,7 @@ struct Exchange {
         for (u32 r = 0; r < RANKS; r++)
           if (is_wanted[n])
             parts[n][r] = r == rank ? not_empty(own[n])
-                                    : load_inbox16(place(own_inbox, buffer, r, offset[n]));
+                                    : load_inbox16(filled_now + r * slot_bytes + offset[n]);
 #pragma unroll
       for (int n = 0; n < N; n++)
 #pragma unroll
@@ -136,19 +137,19 @@ struct Exchange {
   }
   // Empty what the launch before has filled: thread `first` of `count`.
   INK_DEVICE void clear(u32 first, u32 count) const {
-    const u32 before = (buffer + BUFFERS - 1) % BUFFERS;
+    u8* const before = own_inbox + (buffer ? buffer - 1 : BUFFERS - 1) * buffer_bytes;
     const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
 #pragma unroll
     for (u32 r = 0; r < RANKS; r++)
       if (r != rank)
         for (u64 at = (u64)first * 16; at < filled; at += (u64)count * 16)
-          store_inbox16(place(own_inbox, before, r, at), empty);
+          store_inbox16(before + r * slot_bytes + at, empty);
   }
   // By the first `threads` of each of the launch's first `blocks`, which are all that take part,
   // behind a barrier of the block that follows `begin`: the launch has filled num_bytes of a slot.
   INK_DEVICE void end(u32 num_bytes, u32 blocks, u32 threads) const {
     for (u32 i = blockIdx.x + threadIdx.x * blocks; i < MAX_BLOCKS; i += threads * blocks)
-      *(uint2*)(turns + i) = make_uint2((buffer + 1) % BUFFERS, num_bytes);
+      *(uint2*)(turns + i) = make_uint2(buffer + 1 < BUFFERS ? buffer + 1 : 0, num_bytes);
   }
   // All ranks learn of it, so that none hands on what it made of missing parts.
   INK_DEVICE void fail(u32 code) const {

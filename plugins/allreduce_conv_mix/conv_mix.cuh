@@ -3,8 +3,10 @@
 // `Source` gives the sum in the model's dtype: load(token, column) is four columns of a row of the
 // step, called behind the wait; a row is asked for by the blocks of up to four tokens.
 //
-// Macros: WIDTH, FORMER (sources in front of the new residual), QUERIES, RESIDUAL (0 none, 1 bf16, 2 float32), KEEPS_FLOAT32
-// (the new residual), RING, RING_IS_WIDE, SPLIT.
+// Macros: WIDTH, FORMER (sources in front of the new residual), QUERIES, RESIDUAL (0 none, 1 bf16,
+// 2 float32), KEEPS_FLOAT32 (the new residual), RING, RING_IS_WIDE, SPLIT (how a row is shared:
+// 0 not, 1 by slices, 2 in a cluster; see mix.cuh), TRIGGER, and REGISTERS of a thread, if they
+// are bounded.
 #ifndef INK_CONV_MIX_CUH
 #define INK_CONV_MIX_CUH
 #include "mix.cuh"
@@ -12,6 +14,23 @@
 
 constexpr int MIX_SOURCES = FORMER + 1;  // the new residual is the last
 using ResidualMix = Mix<WIDTH, MIX_SOURCES, QUERIES>;
+constexpr int BLOCK_THREADS = SPLIT == 2 ? 32 * ResidualMix::CLUSTER_WARPS : MIX_THREADS;
+// Blocks of a token.
+constexpr int ROW_BLOCKS = SPLIT == 2 ? MIX_CLUSTER : SPLIT == 1 ? ResidualMix::SLICES : 1;
+
+#ifdef REGISTERS
+#define MIX_BOUNDS __maxnreg__(REGISTERS)
+#else
+#define MIX_BOUNDS __launch_bounds__(BLOCK_THREADS)
+#endif
+
+struct Shared {
+#if SPLIT == 2
+  ResidualMix::RowMemory mix;
+#else
+  ResidualMix::Memory mix;
+#endif
+};
 
 template <class Source>
 struct ConvMix {
@@ -33,7 +52,20 @@ struct ConvMix {
   uint2 past[short_conv::PAST];
   Four query[QUERIES];
   uint2 norm[QUERIES];
+  // Requested by `first`.
+  Four x[short_conv::TAPS], old;
 
+  INK_DEVICE void bind(int of_token, const short_conv::Step& of_step, const float* weight,
+                       bf16* state, const void* before, const bf16* const (&sources)[9],
+                       const float* all_queries, const bf16* const (&norms)[3], void* sum,
+                       bf16* results, int rows) {
+    token = of_token, step = of_step, conv_weight = weight, ring = state, residual = before;
+#pragma unroll
+    for (int j = 0; j < FORMER; j++) former[j] = sources[j];
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) norm_weights[i] = norms[i];
+    queries = all_queries, residual_out = sum, out = results, num_rows = rows;
+  }
   INK_DEVICE bool has_token() const { return token < step.num_tokens; }
   INK_DEVICE size_t at(int column) const { return (size_t)token * WIDTH + column; }
 
@@ -48,13 +80,13 @@ struct ConvMix {
     load_norms(column);
     if (RING_IS_WIDE) load_past(column);  // last: it waits for the position
   }
-  INK_DEVICE void load(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
-    using namespace short_conv;
+  INK_DEVICE void first(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
     if (!RING_IS_WIDE) load_past(column);
-    Four x[TAPS], old = zero_four();
-    load_inputs(x, past, source, token, column);
-    if (RESIDUAL) old = load_act_four<RESIDUAL == 2>(residual, at(column));
-    load_former(column, s);
+    short_conv::load_inputs(x, past, source, token, column);
+    load_others(column, s, q);
+  }
+  INK_DEVICE void last(int column, Four (&s)[MIX_SOURCES]) {
+    using namespace short_conv;
     const Four update = round_four(convolve<true>(x, taps));
     Four sum = update;
 #pragma unroll
@@ -63,24 +95,27 @@ struct ConvMix {
     s[FORMER] = store_four<KEEPS_FLOAT32>(residual_out, at(column), sum);
     if (RING_IS_WIDE)
       store_four<false>(ring, ring_at<RING, WIDTH>(step, step.position + token, column), x[PAST]);
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++) q[i] = query[i];
   }
   INK_DEVICE void again(int column, Four (&s)[MIX_SOURCES]) {
     load_norms(column);
     load_former(column, s);
     s[FORMER] = load_act_four<KEEPS_FLOAT32>(residual_out, at(column));
   }
-  INK_DEVICE void finish(int column, const Four (&s)[MIX_SOURCES],
-                         const float (&c)[QUERIES][MIX_SOURCES], const float (&inverse)[QUERIES]) {
+  INK_DEVICE void finish(int column, int i, const Four (&s)[MIX_SOURCES],
+                         const float (&c)[MIX_SOURCES], float inverse) {
+    Four y = ResidualMix::mixed(s, c);
+    const Four w = four_of(norm[i]);
 #pragma unroll
-    for (int i = 0; i < QUERIES; i++) {
-      Four y = ResidualMix::mixed(s, c[i]);
-      const Four w = four_of(norm[i]);
+    for (int e = 0; e < 4; e++) y.v[e] = __fmul_rn(__fmul_rn(y.v[e], inverse), w.v[e]);
+    store_four<false>(out, (size_t)i * num_rows * WIDTH + at(column), y);
+  }
+
+ protected:
+  INK_DEVICE void load_others(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
+    if (RESIDUAL) old = load_act_four<RESIDUAL == 2>(residual, at(column));
+    load_former(column, s);
 #pragma unroll
-      for (int e = 0; e < 4; e++) y.v[e] = __fmul_rn(__fmul_rn(y.v[e], inverse[i]), w.v[e]);
-      store_four<false>(out, (size_t)i * num_rows * WIDTH + at(column), y);
-    }
+    for (int i = 0; i < QUERIES; i++) q[i] = query[i];
   }
 
  private:

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from inkrt.plugins.all_reduce import tactics as all_reduce
-from inkrt.plugins.all_reduce.launches import MAX_BLOCKS, MAX_RANKS
+from inkrt.plugins.all_reduce.launches import ERROR, MAX_BLOCKS, MAX_RANKS
+from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.tactic import (
     CallArgs,
     FindTactics,
@@ -23,10 +24,14 @@ from inkrt.plugins.tactic import (
 )
 
 _TAPS = 4
+# Names of kernels with the exchange, by the way of one rank.
+_FUSED = {"slice_a_block": "push_in_slices", "row_a_cluster": "push_in_cluster"}
+# Four rows of parts do not fit the registers of a cluster's larger blocks.
+_FUSED_OF_SEVERAL = ("slice_a_block",)
 
 
 def find_tactics(target: str, args: CallArgs, of_one_rank: FindTactics) -> list[Tactic]:
-    """The sum within the kernel of a slice a block where that kernel takes the step; and in front.
+    """The sum within the kernel where that shares rows of up to 8 tokens; and in front of it.
 
     Bits are the same.
 
@@ -47,29 +52,35 @@ def find_tactics(target: str, args: CallArgs, of_one_rank: FindTactics) -> list[
     if not alone or not in_front:
         return []
     extra = 4 * num_rows * width
-    tactics = []
-    first = alone[0].kernels[0]
-    if dict(first.defines)["SPLIT"] and len(alone[0].kernels) == 1 and first.grid[0] <= MAX_BLOCKS:
-        fused = _fused(first, num_ranks, num_rows, width)
-        tactics.append(Tactic("push_in_slices", (fused,), alone[0].bytes + extra, 0))
     sum_in_scratch = Scratch("summed", 2 * num_rows * width)
     (push,) = in_front[0].kernels
     push = _moved(push, {Pointer("x"): Pointer("partial"), Output(0): sum_in_scratch})
-    rest = tuple(
-        _moved(kernel, {Pointer("partial"): sum_in_scratch}) for kernel in alone[0].kernels
-    )
-    tactics.append(Tactic("push_in_front", (push, *rest), alone[0].bytes + 2 * extra, 0))
-    return tactics
+    within: list[Tactic] = []
+    behind: list[Tactic] = []
+    for way in alone:
+        first = way.kernels[0]
+        is_fused = way.name in (_FUSED if num_rows < _TAPS else _FUSED_OF_SEVERAL)
+        if is_fused and len(way.kernels) == 1 and first.grid[0] <= MAX_BLOCKS:
+            fused = _fused(first, num_ranks, num_rows, width)
+            within.append(Tactic(_FUSED[way.name], (fused,), way.bytes + extra, 0))
+        if way.name == "row_a_block" and num_rows <= MAX_VERIFY_TOKENS:
+            continue
+        name = "push_in_front" if not behind else f"push_in_front_{way.name}"
+        rest = tuple(_moved(kernel, {Pointer("partial"): sum_in_scratch}) for kernel in way.kernels)
+        behind.append(Tactic(name, (push, *rest), way.bytes + 2 * extra, 0))
+    # Of several tokens, every block receives the rows of up to four.
+    return [*behind, *within] if num_rows >= _TAPS else [*within, *behind]
 
 
 def _fused(kernel: KernelLaunch, num_ranks: int, num_rows: int, width: int) -> KernelLaunch:
-    """The kernel of one rank with the exchange: it has the same parameters, and one more."""
+    """The kernel of one rank with the exchange: it has its parameters, and the way to others."""
+    params = kernel.params if ERROR in kernel.params else (*kernel.params, ERROR)
     return replace(
         kernel,
         source=Path(__file__).parent / "ranks.cu",
         entry="conv_mix_ranks",
         defines=(*kernel.defines, ("RANKS", num_ranks), ("ROWS", min(num_rows, _TAPS))),
-        params=(*kernel.params, Peers(4 * num_rows * width)),
+        params=(*params, Peers(4 * num_rows * width)),
     )
 
 

@@ -1,5 +1,6 @@
 """How `allreduce_conv_mix` runs on a GPU, and the mix that others share."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,6 @@ from inkrt.plugins.tactic import (
     CallArgs,
     Float32,
     Int32,
-    KernelLaunch,
     Output,
     Param,
     Pointer,
@@ -27,6 +27,9 @@ from inkrt.plugins.vector import THREADS, bytes_of, has_kernels, is_dense, launc
 _FOLDER = Path(__file__).parent
 _SLICE = 4 * THREADS
 _MOST_FORMER, _MOST_QUERIES = 9, 3
+# Values of SPLIT, see conv_mix.cuh.
+_LOOP, SLICES, CLUSTER = 0, 1, 2
+CLUSTER_BLOCKS = 4
 
 
 def num_slices(width: int) -> int:
@@ -39,9 +42,10 @@ def num_sums(num_sources: int, num_queries: int) -> int:
     return num_sources * (num_sources + 1) // 2 + num_queries * num_sources
 
 
-def mix_bytes(num_sources: int, num_queries: int) -> int:
-    """`Mix::Memory`."""
-    return (THREADS // 32 + 1) * 4 * num_sums(num_sources, num_queries)
+def mix_bytes(num_sources: int, num_queries: int, warps: int = THREADS // 32) -> int:
+    """`Mix::Memory` with the sums of so many warps; `Mix::RowMemory` with those of a row."""
+    sums = num_sums(num_sources, num_queries)
+    return 4 * ((warps + 1) * sums + num_queries * (num_sources + 1))
 
 
 def exchange_params(
@@ -59,8 +63,41 @@ def variants(num_rows: int) -> tuple[tuple[str, int], ...]:
     The blocks of `split` wait for each other, so wide steps, which have more than fit a GPU at
     once, have the other only.
     """
-    loop = (("row_a_block", 0),)
-    return (("slice_a_block", 1), *loop) if num_rows <= MAX_VERIFY_TOKENS else loop
+    loop = (("row_a_block", _LOOP),)
+    return (("slice_a_block", SLICES), *loop) if num_rows <= MAX_VERIFY_TOKENS else loop
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How blocks share a row: one of `variants`, or a cluster.
+
+    Attributes:
+        name: of the tactic.
+        split: the macro SPLIT.
+        blocks: of a row.
+        threads: of a block.
+        warps: whose sums a block holds.
+    """
+
+    name: str
+    split: int
+    blocks: int
+    threads: int
+    warps: int
+
+
+def sharings(num_rows: int, width: int) -> list[Sharing]:
+    """Ways to run `allreduce_conv_mix`; bits are the same. Best guess first."""
+    slices, warps = num_slices(width), THREADS // 32
+    found = [
+        Sharing(name, split, slices if split == SLICES else 1, THREADS, warps)
+        for name, split in variants(num_rows)
+    ]
+    if num_rows <= MAX_VERIFY_TOKENS and width % _SLICE == 0:
+        # All warps of a row over four blocks: as many as there are slices.
+        row = Sharing("row_a_cluster", CLUSTER, CLUSTER_BLOCKS, 32 * slices, warps * slices)
+        found.insert(1, row)
+    return found
 
 
 def mix_defines(
@@ -133,23 +170,25 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     of_column = (4 if is_wide_residual else 2) + 2 * len(norms) + 4 * 2
     size += bytes_of(args, "norm_weights") + num_rows * width * of_column
     tactics = []
-    for name, split in variants(num_rows):
+    for way in sharings(num_rows, width):
         words: tuple[Param, ...] = ()
-        if split:
+        if way.split == SLICES:
             words = exchange_params(num_rows, width, num_sources, len(norms))
-        kernels: list[KernelLaunch] = [
-            launch(
-                _FOLDER / "conv_mix.cu",
-                "conv_mix",
-                (*defines, ("SPLIT", split)),
-                (*params, *words),
-                blocks=num_rows * (num_slices(width) if split else 1),
-                smem_bytes=mix_bytes(num_sources, len(norms)),
-            )
-        ]
+        kernel = launch(
+            _FOLDER / "conv_mix.cu",
+            "conv_mix",
+            (*defines, ("SPLIT", way.split)),
+            (*params, *words),
+            blocks=num_rows * way.blocks,
+            threads=way.threads,
+            smem_bytes=mix_bytes(num_sources, len(norms), way.warps),
+        )
+        if way.split == CLUSTER:
+            kernel = replace(kernel, cluster=CLUSTER_BLOCKS)
+        kernels = [kernel]
         if not is_wide(num_rows, state):
             kernels.append(ring_write("partial", "conv_state", state))
-        tactics.append(Tactic(name, tuple(kernels), size, 0))
+        tactics.append(Tactic(way.name, tuple(kernels), size, 0))
     return tactics
 
 

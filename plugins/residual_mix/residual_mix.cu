@@ -21,11 +21,12 @@ struct Inputs {
     for (int i = 0; i < QUERIES; i++)
       query[i] = load_weight_four<true>(queries, (size_t)i * WIDTH + column);
   }
-  INK_DEVICE void load(int column, Four (&s)[SOURCES], Four (&q)[QUERIES]) {
+  INK_DEVICE void first(int column, Four (&s)[SOURCES], Four (&q)[QUERIES]) {
     again(column, s);
 #pragma unroll
     for (int i = 0; i < QUERIES; i++) q[i] = query[i];
   }
+  INK_DEVICE void last(int, Four (&)[SOURCES]) {}
   INK_DEVICE void again(int column, Four (&s)[SOURCES]) {
     const size_t at = (size_t)token * WIDTH + column;
 #pragma unroll
@@ -33,12 +34,9 @@ struct Inputs {
       s[j] = FLOAT32_SOURCES >> j & 1 ? load_act_four<true>(sources[j], at)
                               : load_act_four<false>(sources[j], at);
   }
-  INK_DEVICE void finish(int column, const Four (&s)[SOURCES], const float (&c)[QUERIES][SOURCES],
-                         const float (&)[QUERIES]) {
-#pragma unroll
-    for (int i = 0; i < QUERIES; i++)
-      store_four<true>(out, ((size_t)i * num_rows + token) * WIDTH + column,
-                       RowMix::mixed(s, c[i]));
+  INK_DEVICE void finish(int column, int i, const Four (&s)[SOURCES], const float (&c)[SOURCES],
+                         float) {
+    store_four<true>(out, ((size_t)i * num_rows + token) * WIDTH + column, RowMix::mixed(s, c));
   }
 };
 

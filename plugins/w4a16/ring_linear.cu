@@ -9,8 +9,8 @@
 //
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
 // neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
-// a warp's), STAGES, AHEAD (stages behind them that the L2 is asked for before the wait); and what
-// becomes of a product:
+// a warp's), STAGES, AHEAD (stages behind them that the L2 is asked for before the wait), PACE (so
+// many of a warp's first stages are on their way at once; 0: all); and what becomes of a product:
 //   RESULT 0  y bf16
 //   RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
@@ -18,6 +18,10 @@
 //             `sample`
 #include "choice.cuh"
 #include "w4a16.cuh"
+
+#ifndef PACE
+#define PACE 0
+#endif
 
 static_assert(WEIGHTS == 1, "bf16 weights");
 constexpr int THREADS = NUM_WARPS * 32;
@@ -120,12 +124,19 @@ struct Stream {
       load_weights(ring + to * STAGE_BYTES, from, STAGE_BYTES, bars + to);
     }
   }
-  INK_DEVICE void start() {
+  INK_DEVICE void start(int* error) {
     if (lane == 0)
 #pragma unroll
       for (int s = 0; s < STAGES; s++) mbar_init(bars + s, 1);
+    int requested = 0;  // stages
 #pragma unroll 1
-    for (int s = 0; s < STAGES; s++) request(s);
+    for (int s = 0; s < STAGES; s++) {
+      // Small loads of other kernels wait behind all that is on its way.
+      if (PACE > 0 && s >= PACE && lane == 0 && s - PACE < requested)
+        mbar_wait(bars + s - PACE, 0, error);
+      if (PACE > 0 && tile < NUM_TILES) requested++;
+      request(s);
+    }
     if (AHEAD > 0) {
       const int first_tile = tile, first_part = part;
       const u8* const first_source = source;
@@ -172,7 +183,7 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
   trigger_first();
   Stream stream = {pointers, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
                    lane};
-  stream.start();
+  stream.start(error);
   wait_and_trigger();
 
   Activations<NV> b;

@@ -26,7 +26,7 @@ POSITIONS, HIDDEN, EXPERTS, WIDTH, VOCABULARY = 262_144, 4608, 384, 2304, 201_02
 
 def plan_of(folder: Path, num_layers: int, tp_size: int) -> Prepared:
     """A decode and a prefill step, of which nothing is compiled."""
-    write_config(folder, num_layers)
+    write_config(folder, num_layers, has_drafter=False)
     options = BuildOptions(
         target="sm_90a", weights="dummy", tp_size=tp_size, moe_split="width", spec="none",
         max_seq_len=POSITIONS, max_verify_tokens=1, prefill_chunk=64,
@@ -96,7 +96,7 @@ def test_a_dry_run_shows_the_table_and_then_refuses(
     """As a build refuses, before it writes anything."""
     fake_compiler(monkeypatch)
     monkeypatch.setitem(DEVICES, "sm_90a", ("NVIDIA H200", 2**30))
-    write_config(tmp_path / "model", 2)
+    write_config(tmp_path / "model", 2, has_drafter=False)
     given = f"{tmp_path / 'model'} --target sm_90a --weights dummy --tp-size 8 --moe-split width "
     given += f"--spec none --max-verify-tokens 1 --prefill-chunk 64 --max-seq-len {POSITIONS}"
     done = CliRunner().invoke(build_command.make_app(), [*given.split(), "--dry-run", "--quiet"])

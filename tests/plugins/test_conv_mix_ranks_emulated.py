@@ -52,7 +52,7 @@ def make_arguments(
         "tp_size": num_ranks,
     }
     parts = [torch.randn(num_rows, width, generator=generator) for _ in range(num_ranks)]
-    if num_rows > 1:  # a NaN takes its row's norm with it, and three rows behind
+    if num_rows > 3:  # a NaN takes its row's norm with it, and three rows behind
         parts[0].view(torch.int32)[0, 5] = -1  # the empty pattern
     return [{"partial": part, **shared} for part in parts]
 
@@ -116,6 +116,8 @@ def call_args(arguments: dict[str, object]) -> dict:
     [
         (1, 1, 256, 0, 0, 1, None, 2),
         (1, 1, 520, 17, 3, 3, torch.bfloat16, 2),  # two slices, of which one is two threads
+        (1, 1, 1024, 5, 4, 3, torch.bfloat16, 3),  # whole slices: a cluster has a row
+        (3, 2, 512, 15, 1, 1, torch.float32, 2),
         (8, 8, 520, 1, 2, 3, torch.float32, 2),
         (8, 5, 256, 30, 1, 1, torch.bfloat16, 4),  # padding rows, through the ring's end
         (40, 37, 256, 3, 1, 1, torch.bfloat16, 2),  # a prefill step wider than the ring
@@ -130,7 +132,12 @@ def test_ranks_agree_with_the_reference_and_tactics_in_bits(
     )
     tactics = find_tactics("sm_90a", call_args(arguments[0]))
     names = [tactic.name for tactic in tactics]
-    assert names == ["push_in_slices", "push_in_front"][num_rows > 8 :]
+    has_cluster = width % 512 == 0
+    front = ["push_in_front", "push_in_front_row_a_cluster"][: 1 + has_cluster]
+    if num_rows > 3:
+        assert names == [*front, "push_in_slices"][: 1 if num_rows > 8 else None]
+    else:
+        assert names == ["push_in_slices", *["push_in_cluster"][:has_cluster], *front]
     state = arguments[0]["conv_state"].clone()  # type: ignore[attr-defined]
     of_one = {**arguments[0], "conv_state": state}
     expected = _combine([of_rank["partial"] for of_rank in arguments], **of_one)  # type: ignore[arg-type]
@@ -177,5 +184,5 @@ def test_ranks_agree_with_the_reference_and_tactics_in_bits(
             assert error < 4e-3, (tactic.name, number, error)
         ring = torch.from_numpy(first.given["conv_state", 0].copy()).view(torch.bfloat16)
         assert torch.equal(ring.view(state.shape).nan_to_num(nan=77.0), state.nan_to_num(nan=77.0))
-    if len(seen) == 2:
-        assert all(np.array_equal(a, b) for a, b in zip(*seen, strict=True))
+    for other in seen[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(seen[0], other, strict=True))

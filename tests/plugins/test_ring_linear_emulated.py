@@ -121,7 +121,9 @@ def test_groups(
         for got, expected in zip(group.run(emulator, tactic), wide, strict=True):
             assert torch.equal(got[:count], expected[:count]), (tactic.name, count)
             assert (got[count:] == -1).all()
-    for tactic in others:
+    (kernel,) = first.kernels
+    paced = replace(first, kernels=(replace(kernel, defines=(*kernel.defines, ("PACE", 1))),))
+    for tactic in [*others, paced]:
         for got, expected in zip(group.run(emulator, tactic), wide, strict=True):
             assert torch.equal(got, expected), tactic.name
 

@@ -75,8 +75,8 @@ def post(num_rows: int, heads: tuple[int, int], sizes: tuple[int, int], *, full:
 
 
 CALLS = [
-    ("allreduce_conv_mix", mix(8, 8, 1), 2),
-    ("allreduce_conv_mix", mix(1, 8, 3), 2),
+    ("allreduce_conv_mix", mix(8, 8, 1), 3),
+    ("allreduce_conv_mix", mix(1, 8, 3), 3),
     ("allreduce_conv_mix", mix(512, 9, 3), 1),
     ("allreduce_conv_mix", mix(1, 1, 1, 256), 2),
     ("qkv_post", post(1, (6, 1), (128, 16), full=False), 1),
@@ -139,7 +139,7 @@ def test_other_shapes_have_no_kernels() -> None:
 
 def test_bytes_of_a_mix() -> None:
     """All weights and rows once: 9 KB rows, 73,728 B of taps, 18 KB a query."""
-    (first, _) = find_tactics("allreduce_conv_mix", "sm_90a", mix(1, 8, 1))
+    (first, *_) = find_tactics("allreduce_conv_mix", "sm_90a", mix(1, 8, 1))
     row = 2 * 4608
     read = row + 8 * row + 2 * row + 3 * row + 8 * row + 2 * row + row
     assert first.bytes == read + 3 * row

@@ -272,3 +272,11 @@ static inline void cluster_wait() {
     emu::yield();
   }
 }
+// cluster.cuh: the offset in a block's shared memory, and the block's rank above it.
+static inline u32 cluster_address(const void* here, int rank) {
+  return smem_address(here) | (u32)rank << 20;
+}
+static inline void cluster_store(u32 to, float v) {
+  u8* const smem = emu::current->block->cluster->blocks.at(to >> 20)->smem;
+  memcpy(smem + (to & ((1u << 20) - 1)), &v, sizeof v);
+}
