@@ -99,9 +99,7 @@ def cases() -> list[Case]:
             name: str, num_tokens: int, width: int, plain: Sequence[int], quantized: Sequence[int],
             input_of: Sequence[int], is_nvfp4: bool = is_nvfp4,
         ) -> Case:  # fmt: skip
-            return _case(
-                name, num_tokens, width, plain, quantized, input_of, is_nvfp4=is_nvfp4
-            )
+            return _case(name, num_tokens, width, plain, quantized, input_of, is_nvfp4=is_nvfp4)
 
         made += [
             case("decode", 1, 64, (5, 1), (33, 20), (0, 0, 0, 0)),

@@ -36,6 +36,4 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         tuple(Pointer("xs", i) for i in range(len(xs))),
         tuple(matrices),
     )
-    return linear_products(
-        num_tokens, products, weights="codes", scales="scales", plain="weights"
-    )
+    return linear_products(num_tokens, products, weights="codes", scales="scales", plain="weights")

@@ -72,4 +72,5 @@ def linear_mxfp8(x: Tensor, codes: Tensor, exponents: Tensor, partial: bool) -> 
     Returns:
         [T, N] in x's dtype, or float32 if `partial`.
     """
-    return linear(x, dequantize(codes, exponents, x.dtype), partial)
+    out: Tensor = linear(x, dequantize(codes, exponents, x.dtype), partial)
+    return out

@@ -98,16 +98,15 @@ class Products:
 
     @property
     def in_order(self) -> tuple[Matrix, ...]:
-        """As blocks take them: those in bf16 first, then by input, of which blocks read few twice."""
+        """As blocks take them: those in bf16 first; else by input, of which few are read twice."""
         return tuple(sorted(self.matrices, key=lambda m: (not m.is_plain, m.input)))
 
     @property
     def weight_bytes(self) -> int:
         """Codes and scales."""
-        values = {plain: 0 for plain in (True, False)}
-        for matrix in self.matrices:
-            values[matrix.is_plain] += matrix.rows * self.width
-        return 2 * values[True] + values[False] * VECTOR_BYTES[self.form] // 1024
+        plain = sum(matrix.rows for matrix in self.matrices if matrix.is_plain)
+        quantized = sum(matrix.rows for matrix in self.matrices) - plain
+        return 2 * plain * self.width + quantized * self.width * VECTOR_BYTES[self.form] // 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +235,7 @@ def _stream(num_tokens: int, products: Products, ring: Ring) -> KernelLaunch:
         ("x", list(products.inputs), 4),
         ("y", [m.output for m in matrices], 8),
     ):
-        require(
-            len(values) <= count, "ring_quant", f"{len(values)} {name}, expected up to {count}"
-        )
+        require(len(values) <= count, "ring_quant", f"{len(values)} {name}, expected up to {count}")
         own |= {f"{name}{i}": values[min(i, len(values) - 1)] for i in range(count)}
     blocks = min(MULTIPROCESSORS, sum(m.tiles for m in matrices))
     return launch(
