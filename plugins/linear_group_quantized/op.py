@@ -53,13 +53,16 @@ def fake(
         axes.fit(f"xs[{number}]", x, "T", "K", dtype=dtype)
     for number, weight in enumerate(weights):
         axes.fit(f"weights[{number}]", weight, f"N{number}", "K", dtype=xs[0].dtype)
-    width = xs[0].shape[1]
     block, per_byte = (nvfp4.BLOCK, 2) if global_scales else (mxfp8.BLOCK, 1)
-    axes.require(width % block == 0, f"xs have {width} columns, expected a multiple of {block}")
     for number, (code, scale) in enumerate(zip(codes, scales, strict=True)):
-        rows = code.shape[0]
-        axes.fit(f"codes[{number}]", code, rows, width // per_byte, dtype=torch.uint8)
-        axes.fit(f"scales[{number}]", scale, rows, width // block, dtype=torch.uint8)
+        rows = f"M{number}"
+        axes.fit(f"codes[{number}]", code, rows, f"K/{per_byte}", dtype=torch.uint8)
+        axes.fit(f"scales[{number}]", scale, rows, f"K/{block}", dtype=torch.uint8)
+        axes.require(
+            per_byte * code.shape[1] == xs[0].shape[1] == block * scale.shape[1],
+            f"codes[{number}] has {code.shape[1]} columns and scales[{number}] has "
+            f"{scale.shape[1]}, expected K/{per_byte} and K/{block} with K={xs[0].shape[1]}",
+        )
     for number, scale in enumerate(global_scales):
         axes.fit(f"global_scales[{number}]", scale, 1, dtype=torch.float32)
     return [xs[0].new_empty(xs[0].shape[0], weight.shape[0]) for weight in (*weights, *codes)]
@@ -87,13 +90,15 @@ def _case(
             "input_of": list(input_of),
         }
 
-    return Case(f"{name}, {'NVFP4' if is_nvfp4 else 'MXFP8'}", arguments)
+    # Sums of a block with the largest scale lose what others add to them.
+    rtol = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
+    return Case(f"{name}, {'NVFP4' if is_nvfp4 else 'MXFP8'}", arguments, rtol)
 
 
 def cases() -> list[Case]:
     """Of both forms: rows and widths of no whole tiles or chunks, inputs out of order."""
     made = []
-    for is_nvfp4 in (False, True):
+    for is_nvfp4 in (True, False):
 
         def case(
             name: str, num_tokens: int, width: int, plain: Sequence[int], quantized: Sequence[int],

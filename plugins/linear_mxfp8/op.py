@@ -22,8 +22,12 @@ def fake(x: Tensor, codes: Tensor, exponents: Tensor, partial: bool) -> Tensor:
     axes = Axes("linear_mxfp8")
     axes.fit("x", x, "T", "K", dtype=MODEL_DTYPES)
     axes.fit("codes", codes, "N", "K", dtype=torch.uint8)
-    axes.require(x.shape[1] % BLOCK == 0, f"x has {x.shape[1]} columns, expected whole {BLOCK}")
-    axes.fit("exponents", exponents, "N", x.shape[1] // BLOCK, dtype=torch.uint8)
+    axes.fit("exponents", exponents, "N", f"K/{BLOCK}", dtype=torch.uint8)
+    axes.require(
+        BLOCK * exponents.shape[1] == codes.shape[1],
+        f"codes has {codes.shape[1]} columns and exponents has {exponents.shape[1]}, expected K "
+        f"and K/{BLOCK}",
+    )
     dtype = torch.float32 if partial else x.dtype
     return x.new_empty(x.shape[0], codes.shape[0], dtype=dtype)
 

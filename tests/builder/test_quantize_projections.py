@@ -15,11 +15,12 @@ from torch import Tensor
 from inkrt.builder.build import build_engine, prepare
 from inkrt.builder.checkpoint import Checkpoint
 from inkrt.builder.options import BuildOptions
-from inkrt.builder.pack import PackedTensor, read_weight
+from inkrt.builder.pack import PackedTensor, packed_tensors, read_weight
 from inkrt.builder.quantize import quantize
 from inkrt.engines.inkling2.config import parse_config, quantize_projections
+from inkrt.engines.inkling2.model import Inkling2
 from inkrt.engines.inkling2.weights import weight_sources
-from inkrt.engines.interface import Sharding
+from inkrt.engines.interface import Sharding, StateOptions
 from inkrt.engines.tiny.inkling2_quantized import PROJECTIONS
 from inkrt.errors import ConfigError
 from inkrt.plugins import mxfp8, nvfp4
@@ -149,20 +150,22 @@ def test_an_engine_is_that_of_the_dequantized_checkpoint(
 
 def test_dummy_weights_have_the_form(tmp_path: Path) -> None:
     checkpoint = write_small(tmp_path / "checkpoint", model="inkling2-quantized")
-    lines: list[str] = []
+    plain = parse_config(Checkpoint(checkpoint).config)
+    state = StateOptions(num_slots=1, max_seq_len=200, page_tokens=64)
     sizes = {}
     for form in ("checkpoint", "mxfp8", "nvfp4"):
-        options = replace(OPTIONS, projections=form, weights="dummy", dtype="bfloat16")
-        prepared = prepare(Checkpoint(checkpoint), options, lines.append)
-        sizes[form] = prepared.memory.weights
+        config = plain if form == "checkpoint" else quantize_projections(plain, form)  # type: ignore[arg-type]
+        module = Inkling2(config, Sharding(1, "experts"), torch.bfloat16, state, False)
+        sizes[form] = sum(tensor.num_bytes for tensor in packed_tensors(module))
     # q, gate 96 x 64 each, k, v 32 x 64 each, relative states 48 x 64, output 64 x 96: 3 layers.
     count = 3 * (3 * 96 + 2 * 32 + 48) * 64
     assert sizes["checkpoint"] - sizes["mxfp8"] == 2 * count - count * 33 // 32
     assert sizes["checkpoint"] - sizes["nvfp4"] == 2 * count - count * 9 // 16 - 3 * 6 * 4
-    told = "attention projections in mxfp8 where the checkpoint has plain ones; weights are dummies"
-    assert any(line.startswith(told) for line in lines)
+    lines: list[str] = []
     options = replace(OPTIONS, projections="nvfp4", weights="dummy", dtype="bfloat16")
-    build_engine(checkpoint, tmp_path / "engine", options)
+    build_engine(checkpoint, tmp_path / "engine", options, lines.append)
+    told = "attention projections in nvfp4 where the checkpoint has plain ones; weights are dummies"
+    assert any(line.startswith(told) for line in lines)
     assert np.isfinite(logits(tmp_path / "engine")).all()
 
 
