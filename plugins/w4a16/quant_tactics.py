@@ -156,7 +156,8 @@ def rings(products: Products) -> list[Ring]:
     # A short list of tiles needs no long ring.
     most = -(-tiles // MULTIPROCESSORS) * share // vectors + further
     found = []
-    for num_bytes in RING_BYTES:
+    # With a ring of two stages code for both kinds of tiles spills.
+    for num_bytes in RING_BYTES[:2]:
         stages = max(1, min(most, num_bytes // (warps * slot)))
         found.append(Ring(warps, vectors, plain_vectors, stages, 0, slot))
     longest = found[0].stages
