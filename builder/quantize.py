@@ -13,6 +13,7 @@ A rank's slice is quantized by itself, which gives the codes of the whole, as ra
 blocks.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from inkrt.builder.checkpoint import CheckpointSource
 from inkrt.builder.options import BuildOptions
 from inkrt.engines.interface import Definition, ModelConfig, WeightSource
-from inkrt.errors import ConfigError
+from inkrt.errors import CheckpointError, ConfigError
 from inkrt.plugins import mxfp8, nvfp4
 from inkrt.plugins.quantize_mxfp8.op import quantize_mxfp8
 from inkrt.plugins.quantize_nvfp4.op import quantize_rows
@@ -64,7 +65,11 @@ class Quantizer:
     _last: tuple[object, Quantized] | None = None
 
     def piece(self, name: str, checkpoint: CheckpointSource, source: WeightSource) -> Tensor:
-        """The piece of a parameter `<kind>.<piece>` that a source with `quantize` describes."""
+        """The piece of a parameter `<kind>.<piece>` that a source with `quantize` describes.
+
+        Raises:
+            CheckpointError: the matrix has values that are no finite numbers.
+        """
         (part,) = source.parts
         assert source.quantize is not None
         form = source.quantize.form
@@ -73,6 +78,11 @@ class Quantizer:
             everything = replace(part, index=(slice(None),) * len(part.shape))
             amax = largest(checkpoint.read(everything)) if form == "nvfp4" else None
             made = quantize(checkpoint.read(part), form, amax)
+            if not math.isfinite(made.squares):
+                raise CheckpointError(
+                    f"{checkpoint.folder}: tensor {part.name} has values that are no finite "
+                    f"numbers, which {form} has no codes for; repair it or leave --projections out"
+                )
             self._last = (key, made)
             sums = self.sums.setdefault((name.split(".")[-2], form), [0.0, 0.0])
             sums[0] += made.squared_error

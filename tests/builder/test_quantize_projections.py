@@ -16,13 +16,13 @@ from inkrt.builder.build import build_engine, prepare
 from inkrt.builder.checkpoint import Checkpoint
 from inkrt.builder.options import BuildOptions
 from inkrt.builder.pack import PackedTensor, packed_tensors, read_weight
-from inkrt.builder.quantize import quantize
+from inkrt.builder.quantize import Quantizer, quantize
 from inkrt.engines.inkling2.config import parse_config, quantize_projections
 from inkrt.engines.inkling2.model import Inkling2
 from inkrt.engines.inkling2.weights import weight_sources
-from inkrt.engines.interface import Sharding, StateOptions
+from inkrt.engines.interface import Part, Quantize, Sharding, StateOptions, WeightSource
 from inkrt.engines.tiny.inkling2_quantized import PROJECTIONS
-from inkrt.errors import ConfigError
+from inkrt.errors import CheckpointError, ConfigError
 from inkrt.plugins import mxfp8, nvfp4
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.engine_file import read_code
@@ -167,6 +167,19 @@ def test_dummy_weights_have_the_form(tmp_path: Path) -> None:
     told = "attention projections in nvfp4 where the checkpoint has plain ones; weights are dummies"
     assert any(line.startswith(told) for line in lines)
     assert np.isfinite(logits(tmp_path / "engine")).all()
+
+
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_no_number_is_refused(tmp_path: Path, form: str, value: float) -> None:
+    weight = torch.ones(4, 64)
+    weight[2, 3] = value
+    save_file({"w": weight}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text("{}")
+    part = Part("w", (4, 64), (slice(None), slice(None)))
+    source = WeightSource((part,), quantize=Quantize(form, "codes"))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="tensor w has values that are no finite numbers"):
+        Quantizer().piece("layers.0.attn.wq.e4m3", Checkpoint(tmp_path), source)
 
 
 def test_a_quantized_checkpoint_is_taken_as_it_is(tmp_path: Path) -> None:
