@@ -20,8 +20,8 @@ from inkrt.plugins.w4a16 import quant_tactics  # noqa: E402
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
 
-# Sizes that take long thread by thread.
-LARGE = ("many rows", "long rows", "more tiles", "model width", "three inputs")
+# Sizes that take long thread by thread, or many kernels.
+LARGE = ("many rows", "long rows", "more tiles", "model width", "three inputs", "prefill, MXFP8")
 CASES = [
     pytest.param(
         plugin,
@@ -58,7 +58,9 @@ def first_rows(arguments: Arguments, count: int) -> Arguments:
 
 
 @pytest.mark.parametrize("form", ["MXFP8", "NVFP4"])
-@pytest.mark.parametrize("name", ["verify", "quantized alone"])
+@pytest.mark.parametrize(
+    "name", ["verify", pytest.param("quantized alone", marks=pytest.mark.slow)]
+)
 def test_rows_and_tactics_agree_in_all_bits(
     folder: Path, name: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
