@@ -30,6 +30,7 @@ from inkrt.builder.memory import require_fits
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
+from inkrt.builder.quantize import Quantizer, choose_projections
 from inkrt.builder.steps import engine_steps, state_layout, step_modules
 from inkrt.builder.tactics import TacticChooser
 from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
@@ -124,6 +125,7 @@ def prepare(
     """
     definition = find_definition(checkpoint.config)
     model: ModelConfig = definition.parse_config(checkpoint.config)
+    model = choose_projections(definition, model, options, progress)
     sharding = Sharding(options.tp_size, options.moe_split)
     model.check_sharding(sharding)
     options = _resolve(checkpoint, definition, model, options)
@@ -322,7 +324,7 @@ def _memory_table(
 def _pack_weights(
     folder: Path, checkpoint: CheckpointSource, prepared: Prepared, progress: Progress
 ) -> None:
-    options, used = prepared.options, set[str]()
+    options, used, quantizer = prepared.options, set[str](), Quantizer()
     drafter = prepared.drafter
     reader = drafter.checkpoint if drafter else checkpoint
     started, written = time.monotonic(), 0
@@ -332,12 +334,14 @@ def _pack_weights(
         )
         sources |= drafter.sources_of(rank, options.tp_size) if drafter else {}
         used |= {part.name for source in sources.values() for part in source.parts}
-        for _, tensor in pack_rank(folder, rank, prepared.tensors, reader, sources):
+        for _, tensor in pack_rank(folder, rank, prepared.tensors, reader, sources, quantizer):
             written += tensor.num_bytes
         rate = written / max(time.monotonic() - started, 1e-9) / 1e9
         progress(
             f"packed rank {rank}: {written:,} of {prepared.weight_bytes:,} bytes, {rate:.2f} GB/s"
         )
+    for line in quantizer.report():
+        progress(line)
     others = reader.names - used
     ignored = unpacked_tensors(checkpoint, drafter) & others
     ignored |= {name for name in others if prepared.definition.ignored(name)}

@@ -33,6 +33,8 @@ class BuildOptions:
             on a GPU, so that plans of all targets have the same launches.
         spec: the drafter that is built in: "auto" is the one that the checkpoint bundles, if any;
             "dspark" and "mtp" ask for one of that kind, "none" leaves it out.
+        projections: form of attention projections that the checkpoint has in bf16 or float32:
+            "checkpoint" keeps them, "mxfp8" and "nvfp4" quantize them (Inkling-2 only).
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
     """
 
@@ -66,6 +68,10 @@ class BuildOptions:
     spec: Literal["auto", "none", "dspark", "mtp"] = field(
         default="auto", metadata={"help": "drafter to build in; auto: the checkpoint's, if any"}
     )
+    projections: Literal["checkpoint", "mxfp8", "nvfp4"] = field(
+        default="checkpoint",
+        metadata={"help": "quantize attention projections (Inkling-2); checkpoint: as they are"},
+    )
     weights: Literal["real", "dummy"] = field(
         default="real", metadata={"help": "dummy: no weight files, a fixed pattern at run time"}
     )
@@ -97,6 +103,7 @@ class BuildOptions:
         for name, allowed in (
             ("dtype", ("auto", "bfloat16", "float32")),
             ("spec", ("auto", "none", "dspark", "mtp")),
+            ("projections", ("checkpoint", "mxfp8", "nvfp4")),
             ("weights", ("real", "dummy")),
             ("moe_split", ("experts", "width")),
         ):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from inkrt.builder.checkpoint import CheckpointSource
 from inkrt.builder.lower_kernels import PackedWeights
+from inkrt.builder.quantize import Quantizer
 from inkrt.engines.interface import WeightSource
 from inkrt.errors import CheckpointError
 from inkrt.plugins.tactic import Packing, TensorArg
@@ -84,20 +85,30 @@ def pack_rank(
     tensors: list[PackedTensor],
     checkpoint: CheckpointSource,
     sources: Mapping[str, WeightSource],
+    quantizer: Quantizer | None = None,
 ) -> Iterator[tuple[Path, PackedTensor]]:
     """Write `rank<r>-0000i-of-0000N.safetensors`; yields each tensor once it is written.
+
+    Args:
+        folder: of the files.
+        rank: r.
+        tensors: of the files, in order.
+        checkpoint: where they come from.
+        sources: by parameter.
+        quantizer: keeps account of what it quantizes; None for nobody.
 
     Raises:
         CheckpointError: a source tensor is missing or unfit.
         OSError: writing failed.
     """
     files = split_files(tensors)
+    quantizer = quantizer or Quantizer()
     for number, content in enumerate(files, start=1):
         path = folder / f"rank{rank}-{number:05}-of-{len(files):05}.safetensors"
         with path.open("wb") as file:
             file.write(_header(content))
             for tensor in content:
-                data = _content(tensor, checkpoint, sources)
+                data = _content(tensor, checkpoint, sources, quantizer)
                 file.write(data.flatten().view(torch.uint8).numpy().data)
                 yield path, tensor
             file.flush()
@@ -105,23 +116,36 @@ def pack_rank(
 
 
 def _content(
-    tensor: PackedTensor, checkpoint: CheckpointSource, sources: Mapping[str, WeightSource]
+    tensor: PackedTensor,
+    checkpoint: CheckpointSource,
+    sources: Mapping[str, WeightSource],
+    quantizer: Quantizer,
 ) -> Tensor:
     if tensor.packing is None:
-        return read_weight(tensor, checkpoint, sources[tensor.name])
-    parts = [read_weight(part, checkpoint, sources[part.name]) for part in tensor.sources]
+        return read_weight(tensor, checkpoint, sources[tensor.name], quantizer)
+    parts = [
+        read_weight(part, checkpoint, sources[part.name], quantizer) for part in tensor.sources
+    ]
     data = tensor.packing.pack(*parts)
     assert data.numel() == tensor.num_bytes, f"{tensor.packing.name} gave {data.numel()} bytes"
     return data
 
 
-def read_weight(tensor: PackedTensor, checkpoint: CheckpointSource, source: WeightSource) -> Tensor:
+def read_weight(
+    tensor: PackedTensor,
+    checkpoint: CheckpointSource,
+    source: WeightSource,
+    quantizer: Quantizer | None = None,
+) -> Tensor:
     """One weight of one rank: contiguous, on the CPU, in its packed dtype and shape.
 
     BF16 is widened exactly; F32 is rounded to nearest even where the model computes in BF16, as the
     reference does when it loads.
     """
-    pieces = [checkpoint.read(part) for part in source.parts]
+    if source.quantize is not None:
+        pieces = [(quantizer or Quantizer()).piece(tensor.name, checkpoint, source)]
+    else:
+        pieces = [checkpoint.read(part) for part in source.parts]
     if source.is_one_of_equals:
         _require_equal(checkpoint, source, pieces)
         pieces = pieces[:1]

@@ -2,7 +2,7 @@
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.fx import Node
 
@@ -11,14 +11,14 @@ from inkrt.builder.rewrite import arguments, is_call
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A call of `linear` or `linear_nvfp4`.
+    """A call of `linear`, `linear_nvfp4` or `linear_mxfp8`.
 
     Attributes:
         node: the call.
         x: its input.
         weight: weight or codes.
-        scales: None for a plain weight.
-        global_scale: likewise.
+        scales: scales or exponents; None for a plain weight.
+        global_scale: of NVFP4, else None.
         partial: whether the result is left in float32.
     """
 
@@ -28,6 +28,13 @@ class Projection:
     scales: Node | None
     global_scale: Node | None
     partial: bool
+
+    @property
+    def form(self) -> Literal["plain", "nvfp4", "mxfp8"]:
+        """Of the weight."""
+        if self.scales is None:
+            return "plain"
+        return "mxfp8" if self.global_scale is None else "nvfp4"
 
     def weight_arguments(self, name: str) -> dict[str, Node | None]:
         """The weight as a fused operator takes it under `name`."""
@@ -47,6 +54,10 @@ def projection_of(node: Any) -> Projection | None:
     if is_call(node, "linear_nvfp4"):
         args = arguments(node)
         weight = (args["codes"], args["scales"], args["global_scale"])
+        return Projection(node, args["x"], *weight, args["partial"])
+    if is_call(node, "linear_mxfp8"):
+        args = arguments(node)
+        weight = (args["codes"], args["exponents"], None)
         return Projection(node, args["x"], *weight, args["partial"])
     return None
 

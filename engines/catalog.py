@@ -43,12 +43,20 @@ def _inkling() -> Definition:
 
 
 def _inkling2() -> Definition:
-    from inkrt.engines.inkling2.config import draft_target, parse_config
+    from inkrt.engines.inkling2.config import draft_target, parse_config, quantize_projections
     from inkrt.engines.inkling2.model import Inkling2, draft_step
     from inkrt.engines.inkling2.weights import is_ignored, weight_sources
 
     drafting = Drafting(Inkling2, draft_step)
-    return Definition(parse_config, Inkling2, weight_sources, is_ignored, draft_target, drafting)
+    return Definition(
+        parse_config,
+        Inkling2,
+        weight_sources,
+        is_ignored,
+        draft_target,
+        drafting,
+        quantize_projections=quantize_projections,
+    )
 
 
 _DEFINITIONS: dict[str, Callable[[], Definition]] = {

@@ -135,6 +135,19 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantize:
+    """What becomes of a plain weight at build: a piece of it in another form.
+
+    Attributes:
+        form: "nvfp4" or "mxfp8".
+        piece: codes, scales (or exponents), or the global scale of NVFP4.
+    """
+
+    form: Literal["nvfp4", "mxfp8"]
+    piece: Literal["codes", "scales", "global_scale"]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSource:
     """Where one parameter of one rank comes from.
 
@@ -144,6 +157,7 @@ class WeightSource:
         pad: zero rows appended along dimension 0 (uneven vocabulary shards).
         is_one_of_equals: the parts hold the same values, which is checked, and one is taken.
         is_quotient: the first part divided by the second, in float32.
+        quantize: the one part is a plain matrix, of which a quantized piece is wanted.
     """
 
     parts: tuple[Part, ...]
@@ -151,6 +165,7 @@ class WeightSource:
     pad: int = 0
     is_one_of_equals: bool = False
     is_quotient: bool = False
+    quantize: Quantize | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +348,8 @@ class Definition:
         drafting: of a DSpark drafter; None for a family whose engines cannot have one.
         mtp: None for a family that has no chained MTP heads.
         parity: agreement with transformers that is expected, by compute dtype.
+        quantize_projections: the configuration with plain attention projections in another form,
+            from (config, form); None for a family whose builds cannot quantize them.
     """
 
     parse_config: Callable[[Mapping[str, Any]], Any]
@@ -343,3 +360,4 @@ class Definition:
     drafting: Drafting | None = None
     mtp: MtpHeads | None = None
     parity: Mapping[str, ParityBound] = field(default_factory=lambda: EXACT_PARITY)
+    quantize_projections: Callable[[Any, Any], Any] | None = None

@@ -17,6 +17,7 @@ from inkrt.errors import BuildError
 PARTIAL_OPS = {
     "linear": "weight",
     "linear_nvfp4": "codes",
+    "linear_mxfp8": "codes",
     "experts": "down",
     "swiglu_experts": "down",
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from inkrt.engines.inkling2.config import Inkling2Config
-from inkrt.engines.inkling2.parts import DynamicShortConv, ShortConv
+from inkrt.engines.inkling2.parts import DynamicShortConv, ShortConv, project, stored_weight
 from inkrt.engines.interface import StateOptions, StepInputs, ring_tokens
 from inkrt.engines.parts import ink, parameter
 
@@ -36,13 +36,15 @@ class Attention(nn.Module):
         q_width = self.num_heads * shape.head_dim
         kv_width = self.num_kv_heads * shape.head_dim
 
-        self.wq = parameter(q_width, hidden, dtype=dtype)
-        self.wk = parameter(kv_width, hidden, dtype=dtype)
-        self.wv = parameter(kv_width, hidden, dtype=dtype)
-        self.wr = parameter(self.num_heads * d_rel, hidden, dtype=dtype)
+        forms = config.projections[layer]
+        rel_width = self.num_heads * d_rel
+        self.wq = stored_weight(q_width, hidden, dtype=dtype, form=forms.wq)
+        self.wk = stored_weight(kv_width, hidden, dtype=dtype, form=forms.wk)
+        self.wv = stored_weight(kv_width, hidden, dtype=dtype, form=forms.wv)
+        self.wr = stored_weight(rel_width, hidden, dtype=dtype, form=forms.wr)
         self.wsink = parameter(self.num_heads, hidden, dtype=dtype)
-        self.wgate = parameter(q_width, hidden, dtype=dtype)
-        self.wo = parameter(hidden, q_width, dtype=dtype)
+        self.wgate = stored_weight(q_width, hidden, dtype=dtype, form=forms.wgate)
+        self.wo = stored_weight(hidden, q_width, dtype=dtype, form=forms.wo)
         self.q_scale = parameter(self.num_heads, shape.head_dim, dtype=dtype)
         self.rel_scale = parameter(self.num_heads, d_rel, dtype=dtype)
         self.rel_bank = parameter(d_rel, shape.rel_extent, dtype=dtype)
@@ -67,8 +69,8 @@ class Attention(nn.Module):
         x_q, x_k, x_v = inputs * 3 if self.is_sliding else inputs
         config, shape = self.config, self.shape
         num_tokens = x_q.shape[0]
-        q_THd = ink.linear(x_q, self.wq, False).view(num_tokens, self.num_heads, shape.head_dim)
-        rel_THr = ink.linear(x_q, self.wr, False).view(num_tokens, self.num_heads, config.d_rel)
+        q_THd = project(x_q, self.wq).view(num_tokens, self.num_heads, shape.head_dim)
+        rel_THr = project(x_q, self.wr).view(num_tokens, self.num_heads, config.d_rel)
         q_THd = ink.l2_clip(q_THd, self.q_scale, config.qk_l2_clip_threshold)
         rel_THr = ink.l2_clip(rel_THr, self.rel_scale, config.rel_l2_clip_threshold)
         if not self.is_sliding:
@@ -76,7 +78,7 @@ class Attention(nn.Module):
             q_THd = ink.log_scale(q_THd, step.position, floor, alpha)
             rel_THr = ink.log_scale(rel_THr, step.position, floor, alpha)
 
-        k_TC, v_TC = ink.linear(x_k, self.wk, False), ink.linear(x_v, self.wv, False)
+        k_TC, v_TC = project(x_k, self.wk), project(x_v, self.wv)
         if self.is_sliding:
             k_TC, v_TC = self.k_conv(k_TC, step), self.v_conv(v_TC, step)
         else:
@@ -115,7 +117,6 @@ class Attention(nn.Module):
             step.num_tokens,
             step.slot,
         )
-        gate = ink.linear(x_q, self.wgate, False)
+        gate = project(x_q, self.wgate)
         gated = ink.sigmoid_gate(o_THd.view(num_tokens, -1), gate)
-        out_TD: Tensor = ink.linear(gated, self.wo, False)
-        return out_TD
+        return project(gated, self.wo)

@@ -6,7 +6,7 @@ values that this definition does not implement are rejected by name.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from inkrt.engines.interface import DraftTarget, Sharding
@@ -24,10 +24,17 @@ _ALIASES = {
 }
 
 
-ExpertForm = Literal["plain", "nvfp4", "mxfp8"]
+WeightForm = Literal["plain", "nvfp4", "mxfp8"]
+QuantizedForm = Literal["nvfp4", "mxfp8"]
 # By what a quantization_config calls them.
-_EXPERT_FORMS: dict[str, ExpertForm] = {"NVFP4": "nvfp4", "MXFP8": "mxfp8"}
+_FORMS: dict[str, QuantizedForm] = {"NVFP4": "nvfp4", "MXFP8": "mxfp8"}
 _EXPERTS_OF_LAYER = re.compile(r"layers\.(\d+)\.mlp\.experts\b")
+_PROJECTION_OF_LAYER = re.compile(r"layers\.(\d+)\.attn\.(\w+)$")
+# Projections of attention that may be quantized, by their publisher's names. Those to sinks and to
+# dynamic taps are too small to be worth a rounding.
+_PROJECTIONS = {
+    "wq_du": "wq", "wk_dv": "wk", "wv_dv": "wv", "wr_du": "wr", "gate_attn": "wgate", "wo_ud": "wo",
+}  # fmt: skip
 # Columns that share a scale.
 SCALE_BLOCK = {"nvfp4": 16, "mxfp8": 32}
 
@@ -49,8 +56,26 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ProjectionForms:
+    """The forms of a layer's attention projections: queries, keys, values, relative states, ..."""
+
+    wq: WeightForm = "plain"
+    wk: WeightForm = "plain"
+    wv: WeightForm = "plain"
+    wr: WeightForm = "plain"
+    wgate: WeightForm = "plain"
+    wo: WeightForm = "plain"
+
+
+@dataclass(frozen=True, slots=True)
 class Inkling2Config:
-    """Dimensions and constants of the text model; names follow the published config."""
+    """Dimensions and constants of the text model; names follow the published config.
+
+    Attributes:
+        expert_forms: of each layer.
+        stored_projections: forms in the checkpoint, of each layer.
+        projections: forms in the engine.
+    """
 
     vocab_size: int
     unpadded_vocab_size: int
@@ -77,7 +102,9 @@ class Inkling2Config:
     final_logit_softcapping: float
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    expert_forms: tuple[ExpertForm, ...]
+    expert_forms: tuple[WeightForm, ...]
+    stored_projections: tuple[ProjectionForms, ...]
+    projections: tuple[ProjectionForms, ...]
 
     def attention(self, layer: int) -> AttentionShape:
         """Heads of layer `layer`."""
@@ -109,6 +136,32 @@ class Inkling2Config:
                     f"multiple of the {SCALE_BLOCK[form]} that share a scale in {form}; choose a "
                     f"smaller tp size or split whole experts"
                 )
+        for layer, forms in enumerate(self.projections):
+            shape = self.attention(layer)
+            for name, form in astuples(forms):
+                width = self.hidden_size
+                if name == "wo":
+                    width = shape.num_heads * shape.head_dim // tp_size
+                if form != "plain" and width % SCALE_BLOCK[form]:
+                    raise ConfigError(
+                        f"tp size {tp_size} gives ranks {width} columns of {name} in layer "
+                        f"{layer}, which is no multiple of the {SCALE_BLOCK[form]} that share a "
+                        f"scale in {form}; leave --projections out or choose a smaller tp size"
+                    )
+
+
+def astuples(forms: ProjectionForms) -> list[tuple[str, WeightForm]]:
+    """Names and forms."""
+    return [(field.name, getattr(forms, field.name)) for field in fields(forms)]
+
+
+def quantize_projections(config: Inkling2Config, form: QuantizedForm) -> Inkling2Config:
+    """The same with all projections in `form` that the checkpoint has in bf16 or float32."""
+    layers = tuple(
+        replace(forms, **{name: form for name, stored in astuples(forms) if stored == "plain"})
+        for forms in config.stored_projections
+    )
+    return replace(config, projections=layers)
 
 
 def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
@@ -129,6 +182,7 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
     num_layers = read.integer("num_hidden_layers", 48)
     quantization = values.get("quantization_config") or text.get("quantization_config")
     full, sliding = read_shapes(read, window=1024, num_heads=48, num_sliding_kv_heads=8)
+    expert_forms, projections = _read_forms(quantization, num_layers)
     config = Inkling2Config(
         vocab_size=read.integer("vocab_size", 201024),
         unpadded_vocab_size=read.integer("unpadded_vocab_size", 200058),
@@ -155,7 +209,9 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
         final_logit_softcapping=read.number("final_logit_softcapping", 30.0),
         eos_token_ids=read.token_ids("eos_token_id", 200006),
         dtype=ConfigReader(values, "inkling2").dtype() or read.dtype(),
-        expert_forms=_expert_forms(quantization, num_layers),
+        expert_forms=expert_forms,
+        stored_projections=projections,
+        projections=projections,
     )
     if config.unpadded_vocab_size > config.vocab_size:
         raise ConfigError(
@@ -232,49 +288,57 @@ def _layer_kinds(layer_types: Any, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind == "hybrid_sliding" for kind in layer_types)
 
 
-def _expert_forms(quantization: Any, num_layers: int) -> tuple[ExpertForm, ...]:
-    """The form of every layer's experts by a quantization_config, or by None.
+def _read_forms(
+    quantization: Any, num_layers: int
+) -> tuple[tuple[WeightForm, ...], tuple[ProjectionForms, ...]]:
+    """The forms of every layer's experts and projections by a quantization_config, or by None.
 
-    Its `quant_algo` is that of all layers, or MIXED_PRECISION: then `quantized_layers` maps names
+    Its `quant_algo` is that of all experts, or MIXED_PRECISION: then `quantized_layers` maps names
     of modules to objects with a `quant_algo` each.
     """
-    forms: list[ExpertForm] = ["plain"] * num_layers
+    experts: list[WeightForm] = ["plain"] * num_layers
+    projections = [ProjectionForms()] * num_layers
     if quantization is None:
-        return tuple(forms)
+        return tuple(experts), tuple(projections)
     is_object = isinstance(quantization, Mapping)
     method = quantization.get("quant_method") if is_object else None
     if method != "modelopt":
         raise ConfigError(
             f"config.json: quantization_config with quant_method {method!r} is not supported; "
             f"this version reads BF16 and FP32 weights of inkling2, and of quant_method 'modelopt' "
-            f"NVFP4 and MXFP8 experts"
+            f"NVFP4 and MXFP8 experts and attention projections"
         )
     algorithm = quantization.get("quant_algo")
     if algorithm != "MIXED_PRECISION":
-        form = _expert_form(algorithm)
-        return (form,) * num_layers
+        return (_form_of(algorithm),) * num_layers, tuple(projections)
     modules = quantization.get("quantized_layers")
     if not isinstance(modules, Mapping):
         raise ConfigError("config.json: quantized_layers of quantization_config must be an object")
     for name, entry in modules.items():
         match = _EXPERTS_OF_LAYER.search(name)
-        if match is None or int(match[1]) >= num_layers:
+        projection = _PROJECTION_OF_LAYER.search(name)
+        found = match or (projection if projection and projection[2] in _PROJECTIONS else None)
+        if found is None or int(found[1]) >= num_layers:
             raise ConfigError(
-                f"config.json: quantized module {name!r} is not supported, only the experts of the "
-                f"{num_layers} layers"
+                f"config.json: quantized module {name!r} is not supported, only the experts and "
+                f"the attention projections {', '.join(_PROJECTIONS)} of the {num_layers} layers"
             )
-        form = _expert_form(entry.get("quant_algo") if isinstance(entry, Mapping) else entry)
-        layer = int(match[1])
-        if forms[layer] not in ("plain", form):
+        form = _form_of(entry.get("quant_algo") if isinstance(entry, Mapping) else entry)
+        layer = int(found[1])
+        if match is None:
+            changed = {_PROJECTIONS[found[2]]: form}
+            projections[layer] = replace(projections[layer], **changed)
+            continue
+        if experts[layer] not in ("plain", form):
             raise ConfigError(f"config.json: experts of layer {layer} are quantized in two ways")
-        forms[layer] = form
-    return tuple(forms)
+        experts[layer] = form
+    return tuple(experts), tuple(projections)
 
 
-def _expert_form(algorithm: Any) -> ExpertForm:
-    if algorithm not in _EXPERT_FORMS:
+def _form_of(algorithm: Any) -> QuantizedForm:
+    if algorithm not in _FORMS:
         raise ConfigError(
             f"config.json: quant_algo {algorithm!r} is not supported, only "
-            f"{' and '.join(_EXPERT_FORMS)} experts"
+            f"{' and '.join(_FORMS)} experts"
         )
-    return _EXPERT_FORMS[algorithm]
+    return _FORMS[algorithm]

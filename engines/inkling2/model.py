@@ -18,7 +18,7 @@ from inkrt.engines.dspark.config import DSparkConfig, TapPoint
 from inkrt.engines.dspark.model import Drafter, DraftStep
 from inkrt.engines.inkling2.attention import Attention
 from inkrt.engines.inkling2.config import Inkling2Config, draft_target
-from inkrt.engines.inkling2.parts import ShortConv, expert_matrices, operator_parts
+from inkrt.engines.inkling2.parts import ShortConv, operator_parts, stored_weight
 from inkrt.engines.interface import (
     Sharding,
     StateBuffer,
@@ -49,8 +49,8 @@ class Experts(nn.Module):
         self.router_bias = parameter(num_experts, dtype=torch.float32)
         form = config.expert_forms[layer]
         hidden = config.hidden_size
-        self.gate_up = expert_matrices(num_own, 2 * width, hidden, dtype=dtype, form=form)
-        self.down = expert_matrices(num_own, hidden, width, dtype=dtype, form=form)
+        self.gate_up = stored_weight(num_own, 2 * width, hidden, dtype=dtype, form=form)
+        self.down = stored_weight(num_own, hidden, width, dtype=dtype, form=form)
 
     def forward(self, z_TD: Tensor, step: StepInputs) -> Tensor:
         """[T, D] to [T, D]."""
@@ -197,7 +197,11 @@ class Inkling2(nn.Module):
 
     def row_parallel_weights(self) -> frozenset[str]:
         """Parameters that ranks share along the dimension summed over."""
-        ends = (".attn.wo", ".mlp.down", ".mlp.down.codes", ".mlp.down.e4m3")
+        ends = tuple(
+            f"{name}{part}"
+            for name in (".attn.wo", ".mlp.down")
+            for part in ("", ".codes", ".e4m3")
+        )
         return frozenset(name for name, _ in self.named_parameters() if name.endswith(ends))
 
     def state_buffers(self) -> list[StateBuffer]:

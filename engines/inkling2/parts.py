@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from inkrt.engines.inkling2.config import SCALE_BLOCK, ExpertForm
+from inkrt.engines.inkling2.config import SCALE_BLOCK, WeightForm
 from inkrt.engines.interface import StateOptions, StepInputs, ring_tokens
 from inkrt.engines.parts import ink, parameter
 
@@ -14,34 +14,46 @@ def conv_state(channels: int, taps: int, dtype: torch.dtype, state: StateOptions
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-class ExpertStack(nn.Module):
-    """Quantized matrices of experts, [L, N, K]: `plugins.nvfp4` or `plugins.mxfp8`."""
+class QuantizedWeight(nn.Module):
+    """A quantized matrix [N, K] or a stack of them [L, N, K]: `plugins.nvfp4` or `.mxfp8`."""
 
-    def __init__(self, *shape: int, form: ExpertForm) -> None:
+    def __init__(self, *shape: int, form: WeightForm) -> None:
         super().__init__()
-        stack, rows, width = shape
+        *stack, rows, width = shape
         self.form = form
-        scales = (stack, rows, width // SCALE_BLOCK[form])
+        scales = (*stack, rows, width // SCALE_BLOCK[form])
         if form == "nvfp4":
-            self.codes = parameter(stack, rows, width // 2, dtype=torch.uint8)
+            self.codes = parameter(*stack, rows, width // 2, dtype=torch.uint8)
             self.scales = parameter(*scales, dtype=torch.uint8)
-            self.global_scale = parameter(stack, dtype=torch.float32)
+            self.global_scale = parameter(*(stack or [1]), dtype=torch.float32)
         else:
             self.e4m3 = parameter(*shape, dtype=torch.uint8)
             self.exponents = parameter(*scales, dtype=torch.uint8)
 
 
-def expert_matrices(
-    *shape: int, dtype: torch.dtype, form: ExpertForm
-) -> nn.Parameter | ExpertStack:
-    """Matrices of experts [L, N, K], of `dtype` if they are plain."""
+def stored_weight(
+    *shape: int, dtype: torch.dtype, form: WeightForm
+) -> nn.Parameter | QuantizedWeight:
+    """A matrix [N, K] or matrices [L, N, K], of `dtype` if they are plain."""
     if form == "plain":
         return parameter(*shape, dtype=dtype)
-    return ExpertStack(*shape, form=form)
+    return QuantizedWeight(*shape, form=form)
+
+
+def project(x: Tensor, weight: nn.Parameter | QuantizedWeight) -> Tensor:
+    """Rows x [T, K] times a transposed matrix of any form."""
+    out: Tensor
+    if isinstance(weight, nn.Parameter):
+        out = ink.linear(x, weight, False)
+    elif weight.form == "nvfp4":
+        out = ink.linear_nvfp4(x, weight.codes, weight.scales, weight.global_scale, False)
+    else:
+        out = ink.linear_mxfp8(x, weight.e4m3, weight.exponents, False)
+    return out
 
 
 def operator_parts(
-    weight: nn.Parameter | ExpertStack,
+    weight: nn.Parameter | QuantizedWeight,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The three arguments as which `experts` takes matrices."""
     if isinstance(weight, nn.Parameter):

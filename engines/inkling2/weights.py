@@ -1,9 +1,15 @@
 """Where every parameter of one rank stands in an Inkling-2 checkpoint of either spelling."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from inkrt.engines.inkling2.config import SCALE_BLOCK, Inkling2Config
-from inkrt.engines.interface import Part, Sharding, WeightSource
+from inkrt.engines.inkling2.config import (
+    SCALE_BLOCK,
+    Inkling2Config,
+    QuantizedForm,
+    WeightForm,
+)
+from inkrt.engines.interface import Part, Quantize, Sharding, WeightSource
 from inkrt.engines.weight_map import RankMap, find_spelling
 from inkrt.errors import CheckpointError
 
@@ -25,6 +31,35 @@ _ATTENTION_NAMES = {
 _INPUT_NORMS = {
     1: (("attn_norm.weight", "input_layernorm.weight"),),
     3: tuple((f"{x}_input_norm.weight", f"{x}_input_layernorm.weight") for x in "qkv"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Codes or scales of a quantized weight.
+
+    Attributes:
+        kind: which of them.
+        parameter: the module's name.
+        suffix: of the checkpoint's name.
+        columns: that an element stands for.
+    """
+
+    kind: Literal["codes", "scales"]
+    parameter: str
+    suffix: str
+    columns: int
+
+
+_PIECES: dict[QuantizedForm, tuple[_Piece, _Piece]] = {
+    "nvfp4": (
+        _Piece("codes", "codes", "", 2),
+        _Piece("scales", "scales", "_scale", SCALE_BLOCK["nvfp4"]),
+    ),
+    "mxfp8": (
+        _Piece("codes", "e4m3", "", 1),
+        _Piece("scales", "exponents", "_scale", SCALE_BLOCK["mxfp8"]),
+    ),
 }
 
 
@@ -112,19 +147,23 @@ class _Map(RankMap):
         config, shape = self.config, self.config.attention(layer)
         hidden, taps = config.hidden_size, config.conv_kernel_size
         q_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        projections = {
+            "wq": (q_width, hidden),
+            "wk": (kv_width, hidden),
+            "wv": (kv_width, hidden),
+            "wr": (shape.num_heads * config.d_rel, hidden),
+            "wgate": (q_width, hidden),
+            "wo": (hidden, q_width),
+        }
         shapes = {
-            "attn.wq": (q_width, hidden),
-            "attn.wk": (kv_width, hidden),
-            "attn.wv": (kv_width, hidden),
-            "attn.wr": (shape.num_heads * config.d_rel, hidden),
             "attn.wsink": (shape.num_heads, hidden),
-            "attn.wgate": (q_width, hidden),
             "attn.q_scale": (shape.num_heads, shape.head_dim),
             "attn.rel_scale": (shape.num_heads, config.d_rel),
         }
         names = {ours: self.spell.in_layer(layer, pair) for ours, pair in _ATTENTION_NAMES.items()}
         sources = {ours: self.shard(names[ours], size, 0) for ours, size in shapes.items()}
-        sources["attn.wo"] = self.shard(names["attn.wo"], (hidden, q_width), 1)
+        for ours, size in projections.items():
+            sources |= self.projection(layer, ours, names[f"attn.{ours}"], size)
         sources["attn.rel_bank"] = self.whole(
             names["attn.rel_bank"], (config.d_rel, shape.rel_extent)
         )
@@ -149,6 +188,53 @@ class _Map(RankMap):
             )
         return sources
 
+    def projection(
+        self, layer: int, ours: str, name: str, shape: tuple[int, int]
+    ) -> dict[str, WeightSource]:
+        """An attention projection, whose rows (of `wo` columns) ranks share, in any form."""
+        stored: WeightForm = getattr(self.config.stored_projections[layer], ours)
+        form: WeightForm = getattr(self.config.projections[layer], ours)
+        self.check_form(name, stored, f"{ours} of layer {layer}")
+        dim = 1 if ours == "wo" else 0
+        if form == "plain":
+            return {f"attn.{ours}": self.shard(name, shape, dim)}
+        sources = {}
+        for piece in _PIECES[form]:
+            if stored == "plain":
+                source = self.shard(name, shape, dim)
+                source = replace(source, quantize=Quantize(form, piece.kind))
+            else:
+                narrow = (shape[0], shape[1] // piece.columns)
+                source = _raw(self.shard(name + piece.suffix, narrow, dim))
+            sources[f"attn.{ours}.{piece.parameter}"] = source
+        if form == "nvfp4" and stored == "plain":
+            source = self.shard(name, shape, dim)
+            sources[f"attn.{ours}.global_scale"] = replace(
+                source, quantize=Quantize(form, "global_scale")
+            )
+        elif form == "nvfp4":
+            parts = (
+                Part(name + suffix, (1,), (slice(None),), or_scalar=True)
+                for suffix in ("_amax", "_outer_scale_denominator")
+            )
+            sources[f"attn.{ours}.global_scale"] = WeightSource(tuple(parts), is_quotient=True)
+        return sources
+
+    def check_form(self, name: str, form: WeightForm, what: str) -> None:
+        """Raise CheckpointError unless a weight is stored in the form that the config says."""
+        has_amax = f"{name}_amax" in self.names
+        if has_amax != (form == "nvfp4"):
+            there = "NVFP4" if has_amax else "no NVFP4"
+            raise CheckpointError(
+                f"the checkpoint has {there} {what} (by {name}_amax), which config.json and "
+                f"hf_quant_config.json call {form}; take the files of one release"
+            )
+        if form != "plain" and not self.spell.is_publisher:
+            raise CheckpointError(
+                f"the checkpoint has {form} {what} under the names of transformers, which this "
+                f"version reads under the publisher's (model.llm.*) only"
+            )
+
     def experts(self, layer: int) -> dict[str, WeightSource]:
         config, spell = self.config, self.spell
         num_experts, hidden = config.n_routed_experts, config.hidden_size
@@ -163,13 +249,7 @@ class _Map(RankMap):
         }
         gate_up_shape, down_shape = (num_experts, 2 * width, hidden), (num_experts, hidden, width)
         form = config.expert_forms[layer]
-        has_amax = f"{gate_up}_amax" in self.names
-        if has_amax != (form == "nvfp4"):
-            there = "NVFP4" if has_amax else "no NVFP4"
-            raise CheckpointError(
-                f"the checkpoint has {there} experts in layer {layer} (by {gate_up}_amax), which "
-                f"config.json and hf_quant_config.json call {form}; take the files of one release"
-            )
+        self.check_form(gate_up, form, f"experts in layer {layer}")
         if form == "plain":
             return routing | {
                 "mlp.gate_up": self.expert_gate_up(
@@ -177,25 +257,16 @@ class _Map(RankMap):
                 ),
                 "mlp.down": self.expert_down(down, down_shape),
             }
-        if not spell.is_publisher:
-            raise CheckpointError(
-                f"the checkpoint has {form} experts under the names of transformers, which this "
-                f"version reads under the publisher's (model.llm.*) only"
-            )
-        # Columns that an element of each tensor stands for.
-        units = {"codes": 2} if form == "nvfp4" else {"e4m3": 1}
-        units["scales" if form == "nvfp4" else "exponents"] = SCALE_BLOCK[form]
         sources: dict[str, WeightSource] = {}
-        for name, columns in units.items():
-            suffix = "_scale" if name in ("scales", "exponents") else ""
-            rows, narrow = gate_up_shape[1], hidden // columns
-            sources[f"mlp.gate_up.{name}"] = _raw(
+        for piece in _PIECES[form]:
+            rows, narrow = gate_up_shape[1], hidden // piece.columns
+            sources[f"mlp.gate_up.{piece.parameter}"] = _raw(
                 self.expert_gate_up(
-                    gate_up + suffix, (num_experts, rows, narrow), is_interleaved=True
+                    gate_up + piece.suffix, (num_experts, rows, narrow), is_interleaved=True
                 )
             )
-            sources[f"mlp.down.{name}"] = _raw(
-                self.expert_down(down + suffix, (num_experts, hidden, width // columns))
+            sources[f"mlp.down.{piece.parameter}"] = _raw(
+                self.expert_down(down + piece.suffix, (num_experts, hidden, width // piece.columns))
             )
         if form == "nvfp4":
             sources["mlp.gate_up.global_scale"] = self.global_scale(gate_up)

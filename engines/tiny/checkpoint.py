@@ -63,6 +63,17 @@ def flint_model(sizes: flint.Sizes) -> TinyModel:
     )
 
 
+def quantized_model(*, has_projections: bool) -> TinyModel:
+    """An Inkling-2 with quantized experts, or attention projections too."""
+    return TinyModel(
+        partial(inkling2_quantized.config, has_projections=has_projections),
+        partial(inkling2_quantized.tensors, has_projections=has_projections),
+        inkling2_quantized.to_transformers,
+        tokenizer.INKLING,
+        None,
+    )
+
+
 MODELS = {
     "inkling2": TinyModel(
         inkling2.config, inkling2.tensors, inkling2.to_transformers, tokenizer.INKLING, None
@@ -70,13 +81,8 @@ MODELS = {
     "inkling": TinyModel(
         inkling.config, inkling.tensors, inkling.to_transformers, tokenizer.INKLING, None
     ),
-    "inkling2-quantized": TinyModel(
-        inkling2_quantized.config,
-        inkling2_quantized.tensors,
-        inkling2_quantized.to_transformers,
-        tokenizer.INKLING,
-        None,
-    ),
+    "inkling2-quantized": quantized_model(has_projections=False),
+    "inkling2-quantized-attention": quantized_model(has_projections=True),
     "flint": flint_model(flint.TINY),
     "flint-wide": flint_model(flint.WIDE),
 }

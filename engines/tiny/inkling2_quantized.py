@@ -1,4 +1,4 @@
-"""The tiny Inkling-2 with quantized experts, as its publisher ships them.
+"""The tiny Inkling-2 with quantized experts, as its publisher ships them, or projections too.
 
 Layers have NVFP4 experts, then MXFP8 ones, and the last one plain ones. Sizes are multiples of what
 shares a scale on two ranks. Global scales are no powers of two; denominators are one number for a
@@ -11,30 +11,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inkrt.engines.inkling2.config import ExpertForm
+from inkrt.engines.inkling2.config import WeightForm
 from inkrt.engines.tiny import inkling2
 from inkrt.engines.tiny.nvfp4 import quantize, stack
 from inkrt.plugins import mxfp8, nvfp4
 
 SIZES = inkling2.Sizes(hidden=64, expert_width=64)
-_ALGORITHMS: dict[ExpertForm, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8"}
+# Projections of attention that may be quantized.
+PROJECTIONS = ("wq_du", "wk_dv", "wv_dv", "wr_du", "gate_attn", "wo_ud")
+_ALGORITHMS: dict[WeightForm, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8"}
 _LARGEST_E4M3 = 448.0
 
 
-def form_of(layer: int) -> ExpertForm:
+def form_of(layer: int) -> WeightForm:
     """How a layer's experts are stored."""
     if layer == inkling2.NUM_LAYERS - 1:
         return "plain"
     return "nvfp4" if layer < inkling2.NUM_LAYERS - 4 else "mxfp8"
 
 
-def config(dtype: str) -> dict[str, Any]:
+def projection_form(layer: int, name: str) -> WeightForm:
+    """How a layer's attention projection is stored.
+
+    As its experts, but for keys of the first layers, and output projections, whose columns make no
+    whole blocks of MXFP8 on two ranks.
+    """
+    if name == "wk_dv" and layer < 2:
+        return "mxfp8" if layer == 0 else "plain"
+    form = form_of(layer)
+    return "nvfp4" if name == "wo_ud" and form == "mxfp8" else form
+
+
+def config(dtype: str, *, has_projections: bool = False) -> dict[str, Any]:
     """The content of `config.json`; see `inkling2.config`."""
-    forms = {layer: form_of(layer) for layer in range(inkling2.NUM_LAYERS)}
+    forms: dict[str, WeightForm] = {}
+    for layer in range(inkling2.NUM_LAYERS):
+        root = f"model.llm.layers.{layer}"
+        forms[f"{root}.mlp.experts"] = form_of(layer)
+        if has_projections:
+            for name in PROJECTIONS:
+                forms[f"{root}.attn.{name}"] = projection_form(layer, name)
     quantized = {
-        f"model.llm.layers.{layer}.mlp.experts": {"quant_algo": _ALGORITHMS[form]}
-        for layer, form in forms.items()
-        if form != "plain"
+        name: {"quant_algo": _ALGORITHMS[form]} for name, form in forms.items() if form != "plain"
     }
     return inkling2.config(dtype, SIZES) | {
         "quantization_config": {
@@ -45,13 +63,18 @@ def config(dtype: str) -> dict[str, Any]:
     }
 
 
-def tensors(seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def tensors(
+    seed: int, dtype: torch.dtype, *, has_projections: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint by its publisher's name; see `inkling2.tensors`."""
     for name, value in inkling2.tensors(seed, dtype, SIZES):
-        if not name.endswith(("experts.w13_weight", "experts.w2_weight")):
+        is_expert = name.endswith(("experts.w13_weight", "experts.w2_weight"))
+        *_, module, _ = name.rsplit(".", 2)
+        if not is_expert and not (has_projections and module in PROJECTIONS):
             yield name, value
             continue
-        form = form_of(int(name.split(".layers.")[1].split(".")[0]))
+        layer = int(name.split(".layers.")[1].split(".")[0])
+        form = form_of(layer) if is_expert else projection_form(layer, module)
         if form == "plain":
             yield name, value
         elif form == "nvfp4":
@@ -74,22 +97,26 @@ def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
             denominator = published[f"{name}_outer_scale_denominator"]
             scales = published[f"{name}_scale"].view(torch.uint8)
             values = nvfp4.dequantize(value, scales, torch.float32)
-            plain[name] = (values * (amax / denominator)[:, None, None]).to(dtype)
-        elif (exponents := published.get(f"{name}_scale")) is not None and "experts" in name:
+            scale = (amax / denominator).reshape(-1, *[1] * (value.dim() - 1))
+            plain[name] = (values * scale).to(dtype)
+        elif (exponents := published.get(f"{name}_scale")) is not None:
             plain[name] = mxfp8.dequantize(value.view(torch.uint8), exponents, dtype)
         else:
             plain[name] = value
     return inkling2.to_transformers(plain)
 
 
-def _nvfp4(name: str, matrices: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _nvfp4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    matrices = weight if weight.dim() == 3 else weight[None]
     amax = matrices.abs().amax(dim=(1, 2)).float()
     is_scalar = name.endswith("w13_weight")
     denominator = torch.tensor(2688.0) if is_scalar else torch.full_like(amax, 1536.0)
     global_scales = (amax / denominator).tolist()
     whole = stack([quantize(m, s) for m, s in zip(matrices, global_scales, strict=True)])
-    yield name, whole.codes[..., 0::2] | whole.codes[..., 1::2] << 4
-    yield f"{name}_scale", whole.scales.view(torch.float8_e4m3fn)
+    codes = whole.codes[..., 0::2] | whole.codes[..., 1::2] << 4
+    scales = whole.scales.view(torch.float8_e4m3fn)
+    yield name, codes.view(*weight.shape[:-1], -1)
+    yield f"{name}_scale", scales.view(*weight.shape[:-1], -1)
     yield f"{name}_amax", amax
     yield f"{name}_outer_scale_denominator", denominator
 

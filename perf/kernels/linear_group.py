@@ -1,8 +1,9 @@
-"""Check and time the bf16 streams of row tiles (`w4a16/ring_linear.cu`) on a GPU.
+"""Check and time the streams of row tiles (`w4a16/ring_linear.cu`, `ring_quant.cu`) on a GPU.
 
     PYTHONPATH=. python perf/kernels/linear_group.py --compile   (no GPU: fills the cubin folder)
     PYTHONPATH=. python perf/kernels/linear_group.py --check     every case of the operators
     PYTHONPATH=. python perf/kernels/linear_group.py             times
+    PYTHONPATH=. python perf/kernels/linear_group.py --format mxfp8    of quantized projections
 
 Times are of calls of Inkling-2-Small's sizes on one rank, in a CUDA graph with programmatic edges.
 Weights of a call come from memory: those of all calls of a chain exceed the L2. Between two calls
@@ -28,14 +29,19 @@ from torch import Tensor
 from w4a16_backend import Buffer, bind, empty
 from w4a16_gpu import Gpu, cubin, cubin_path, time_graph
 
+from inkrt.builder.quantize import quantize
 from inkrt.builder.tactics import find_tactics
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Arguments, Case, plugins
 from inkrt.plugins.tactic import CallArgs, KernelLaunch, Pointer, Tactic, TensorArg
 from inkrt.plugins.w4a16.launches import launch
+from inkrt.plugins.w4a16.quant_tactics import Form, quantized_packing
 
 TARGET, BANDWIDTH = "sm_90a", 4.55e6  # bytes a microsecond
-OPERATORS = ("linear", "linear_group", "lm_head_sample")
+OPERATORS = (
+    "linear", "linear_group", "linear_mxfp8", "linear_nvfp4", "linear_group_quantized",
+    "lm_head_sample",
+)  # fmt: skip
 CHAIN_BYTES = 200e6
 Launches = list[Callable[[], None]]
 
@@ -53,14 +59,27 @@ def arg(*shape: int) -> TensorArg:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A timed call: its operator and arguments; inputs are [T, width]."""
+    """A timed call: its operator and arguments; inputs are [T, width].
+
+    Attributes:
+        plain: rows of the bf16 matrices.
+        quantized: rows of the others, whose results come behind.
+        form: of those.
+    """
 
     name: str
     op: str
     args: CallArgs
     num_tokens: int
     width: int
-    rows: tuple[int, ...]
+    plain: tuple[int, ...]
+    quantized: tuple[int, ...] = ()
+    form: Form = "mxfp8"
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of all results, in order."""
+        return self.plain + self.quantized
 
     def tactics(self) -> list[Tactic]:
         """All candidates."""
@@ -94,9 +113,51 @@ def head(num_tokens: int) -> Call:
     return Call("lm_head_sample tp=1", "lm_head_sample", args, num_tokens, 4608, (200058,))
 
 
-def timed_calls() -> list[Call]:
+def coded(form: Form, rows: int, width: int) -> tuple[TensorArg, TensorArg]:
+    """Codes and scales."""
+    per_byte, block = (1, 32) if form == "mxfp8" else (2, 16)
+    codes = TensorArg((rows, width // per_byte), torch.uint8)
+    return codes, TensorArg((rows, width // block), torch.uint8)
+
+
+GLOBAL_SCALE = TensorArg((1,), torch.float32)
+
+
+def quantized_projections(tp: int, num_tokens: int, form: Form) -> Call:
+    """The input projections of a sliding layer, all but those to sinks quantized."""
+    plain = (48 // tp,)
+    rows = (6144 // tp, 768 // tp, 1024 // tp, 1024 // tp, 6144 // tp)
+    parts = [coded(form, n, 4608) for n in rows]
+    args: CallArgs = {
+        "xs": [arg(num_tokens, 4608)], "weights": [arg(n, 4608) for n in plain],
+        "codes": [codes for codes, _ in parts], "scales": [scales for _, scales in parts],
+        "global_scales": [GLOBAL_SCALE] * len(rows) if form == "nvfp4" else [],
+        "input_of": [0] * 6,
+    }  # fmt: skip
+    name = f"linear_group {form} tp={tp}"
+    return Call(name, "linear_group_quantized", args, num_tokens, 4608, plain, rows, form)
+
+
+def quantized_output(tp: int, num_tokens: int, form: Form) -> Call:
+    """The output projection, quantized."""
+    width = 6144 // tp
+    codes, scales = coded(form, 4608, width)
+    args: CallArgs = {"x": arg(num_tokens, width), "codes": codes, "partial": tp > 1}
+    args |= {"exponents": scales}
+    if form == "nvfp4":
+        args |= {"scales": scales, "global_scale": GLOBAL_SCALE}
+    name = f"linear (wo) {form} tp={tp}"
+    return Call(name, f"linear_{form}", args, num_tokens, width, (), (4608,), form)
+
+
+def timed_calls(form: str) -> list[Call]:
     """What is timed, in order."""
     widths = (1, 8)
+    if form in ("mxfp8", "nvfp4"):
+        return [
+            *(quantized_projections(tp, t, form) for tp in (2, 4, 8) for t in widths),
+            *(quantized_output(tp, t, form) for tp in (1, 2, 4, 8) for t in widths),
+        ]
     return [
         *(projections(tp, t) for tp in (2, 4, 8) for t in widths),
         *(output(tp, t) for tp in (1, 2, 4, 8) for t in widths),
@@ -150,14 +211,14 @@ def call_args(values: Arguments) -> CallArgs:
 
 def upload(gpu: Gpu, values: Arguments, tactic: Tactic) -> dict[str, Buffer]:
     """Arguments as `bind` wants them, packed where the tactic packs."""
-    packings = {packing.arguments: packing for packing in tactic.packings}
+    lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    for packing in tactic.packings:
+        parts = zip(*(lists[name] for name in packing.arguments), strict=True)
+        lists[packing.arguments[0]] = [packing.pack(*part) for part in parts]
     buffers = {}
-    for name, value in values.items():
-        items = value if isinstance(value, list) else [value]
+    for name, items in lists.items():
         for number, item in enumerate(item for item in items if isinstance(item, Tensor)):
-            packing = packings.get((name,))
-            tensor = packing.pack(item) if packing is not None else item
-            buffers[f"{name}.{number}" if number else name] = gpu.buffer(tensor.cuda())
+            buffers[f"{name}.{number}" if number else name] = gpu.buffer(item.cuda())
     if "num_tokens" not in buffers:
         rows = values["xs"][0] if "xs" in values else values["x"]
         buffers["num_tokens"] = gpu.upload(np.array([len(rows)], np.int32))
@@ -168,8 +229,9 @@ def check(gpu: Gpu) -> int:
     """Every tactic of every case against the reference, and against the first tactic's bits."""
     failed = total = 0
     for op, case, values, tactics in cases():
-        if any(len(packing.arguments) > 1 for tactic in tactics for packing in tactic.packings):
-            continue  # NVFP4
+        packings = [packing for tactic in tactics for packing in tactic.packings]
+        if op == "lm_head_sample" and any(len(packing.arguments) > 1 for packing in packings):
+            continue  # NVFP4, which `w4a16.py` checks
         result = plugins()[op].reference(**values)
         expected = [result] if isinstance(result, Tensor) else list(result)
         first: list[np.ndarray] = []
@@ -212,15 +274,7 @@ class Timing:
         self._gpu, self._call = gpu, call
         self.num_bytes = call.tactics()[0].bytes
         self._length = max(2, min(24, round(CHAIN_BYTES / self.num_bytes)))
-        scale = call.width**-0.5
-        self._weights = [
-            [
-                gpu.buffer(torch.randn(-(-n // 16) * 16 * call.width, device="cuda").bfloat16()
-                           * scale)
-                for n in call.rows
-            ]
-            for _ in range(self._length)
-        ]  # fmt: skip
+        self._weights = [self._matrices() for _ in range(self._length)]
         self._x = gpu.buffer(torch.randn(8 * call.width, device="cuda").bfloat16())
         # Results are read as inputs, which may be wider.
         self._outputs = [
@@ -234,6 +288,24 @@ class Timing:
         }  # fmt: skip
         self._numbers = {name: gpu.upload(value) for name, value in numbers.items()}
 
+    def _matrices(self) -> dict[str, Buffer]:
+        """Packed weights of one call, and global scales, by argument."""
+        call, made = self._call, {}
+        for number, rows in enumerate(call.plain):
+            count = -(-rows // 16) * 16 * call.width
+            values = torch.randn(count, device="cuda").bfloat16() * call.width**-0.5
+            for name in ("weight", "weights"):
+                made[f"{name}.{number}" if number else name] = self._gpu.buffer(values)
+        if call.quantized:
+            tile = quantize(torch.randn(16, call.width) * call.width**-0.5, call.form)
+            packed = quantized_packing(call.form, "w", "s").pack(tile.codes, tile.scales).cuda()
+        for number, rows in enumerate(call.quantized):
+            suffix = f".{number}" if number else ""
+            made[f"codes{suffix}"] = self._gpu.buffer(packed.repeat(-(-rows // 16)))
+            for name in ("global_scale", "global_scales"):
+                made[f"{name}{suffix}"] = self._gpu.buffer(torch.ones(1, device="cuda"))
+        return made
+
     def chain(self, tactic: Tactic | None, *, has_copies: bool) -> float:
         """Microseconds for a call, for a copy, or for both."""
         launches: Launches = []
@@ -242,10 +314,7 @@ class Timing:
         copy = self._gpu.prepare(copy_kernel(self._call.num_tokens, self._call.width), [y, x])
         for weights in self._weights:
             if tactic is not None:
-                names = {"x": x, "xs": x, **self._numbers}
-                for number, buffer in enumerate(weights):
-                    for name in ("weight", "weights"):
-                        names[f"{name}.{number}" if number else name] = buffer
+                names = {"x": x, "xs": x, **self._numbers, **weights}
                 for bound in bind(self._gpu, tactic, names, self._outputs, scratch):
                     launches.append(self._gpu.prepare(bound.kernel, bound.values))
             if has_copies:
@@ -258,9 +327,9 @@ class Timing:
         return time_graph(body, replays=30) / self._length
 
 
-def measure(gpu: Gpu, only: str) -> None:
+def measure(gpu: Gpu, only: str, form: str) -> None:
     """A line for each call."""
-    for call in timed_calls():
+    for call in timed_calls(form):
         if only not in call.name:
             continue
         timing = Timing(gpu, call)
@@ -283,12 +352,15 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="fill the cubin folder only")
     parser.add_argument("--check", action="store_true", help="against the references")
     parser.add_argument("--only", default="", help="time calls whose name has this in it")
+    parser.add_argument(
+        "--format", choices=["bf16", "mxfp8", "nvfp4"], default="bf16", help="of timed projections"
+    )
     parser.add_argument("--cubins", type=Path, default=Path("build/ring_cubins"))
     options = parser.parse_args()
     if options.check:
         kernels = [kernel for *_, tactics in cases() for t in tactics for kernel in t.kernels]
     else:
-        calls = timed_calls()
+        calls = timed_calls(options.format)
         kernels = [kernel for call in calls for t in call.tactics() for kernel in t.kernels]
         kernels += [copy_kernel(call.num_tokens, call.width) for call in calls]
     import cuda.core  # noqa: F401 - not by several threads at once
@@ -302,7 +374,7 @@ def main() -> int:
     gpu = Gpu(options.cubins)
     if options.check:
         return 1 if check(gpu) else 0
-    measure(gpu, options.only)
+    measure(gpu, options.only, options.format)
     return 0
 
 

@@ -96,8 +96,12 @@ def quantize_nvfp4(x: Tensor, e4m3_max: int) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         Codes uint8 [T, K / 2], bytes of scales uint8 [T, K / 16], scales of tokens float32 [T].
     """
+    return quantize_rows(x, x.float().abs().amax(dim=1), e4m3_max)
+
+
+def quantize_rows(x: Tensor, row: Tensor, e4m3_max: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize_nvfp4` of parts of rows, whose largest sizes are given: `row`, float32 [T]."""
     blocks = x.float().reshape(len(x), x.shape[1] // BLOCK, BLOCK)
-    row = blocks.abs().amax(dim=(1, 2))
     largest = torch.tensor(6.0 * e4m3_max)
     enc = ((1 / (1 / largest)) / row).clamp(max=LARGEST)
     token_scale = torch.where(row == 0, 0.0, 1 / enc)

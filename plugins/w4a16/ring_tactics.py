@@ -32,7 +32,7 @@ _MAX_SHARE = 8  # vectors of a warp; their activations live in registers
 _MAX_WARPS = 16
 # Shared memory of a block's ring, best guess first. The rest of a multiprocessor's is for a block
 # of the kernel before or after.
-_RING_BYTES = (192 * 1024, 144 * 1024, 96 * 1024)
+RING_BYTES = (192 * 1024, 144 * 1024, 96 * 1024)
 _DIMS = Dims(bf16=True)
 _WIDE = tile_tactics.Tile(warp_tiles=2, token_tiles=4, stages=2)
 
@@ -120,6 +120,26 @@ def rings(width: int, tiles: int) -> list[Ring]:
     Raises:
         BuildError: a width that the kernel does not take.
     """
+    warps, share = split_of(width)
+    vectors = 2 if share % 2 == 0 else 1
+    # A short list of tiles needs no long ring.
+    most = -(-tiles // MULTIPROCESSORS) * share // vectors
+    stage = warps * vectors * _VECTOR_BYTES
+    found = [Ring(warps, vectors, min(most, size // stage)) for size in RING_BYTES]
+    longest = found[0]
+    rest = min(most - longest.stages, longest.stages)
+    # In a long list the first stages matter little.
+    if rest > 0 and most <= 4 * longest.stages:
+        found.insert(1, replace(longest, ahead=rest))
+    return list(dict.fromkeys(found))
+
+
+def split_of(width: int) -> tuple[int, int]:
+    """The warps that share K, and the vectors of 64 that each of them has.
+
+    Raises:
+        BuildError: a width that the kernels do not take.
+    """
     require(
         width % 8 == 0 and 0 < width <= MAX_WIDTH,
         "ring_linear",
@@ -135,17 +155,7 @@ def rings(width: int, tiles: int) -> list[Ring]:
         f"width={width} are {total} vectors of 64, {share} for each of {warps} warps, expected up "
         f"to {_MAX_SHARE}",
     )
-    vectors = 2 if share % 2 == 0 else 1
-    # A short list of tiles needs no long ring.
-    most = -(-tiles // MULTIPROCESSORS) * share // vectors
-    stage = warps * vectors * _VECTOR_BYTES
-    found = [Ring(warps, vectors, min(most, size // stage)) for size in _RING_BYTES]
-    longest = found[0]
-    rest = min(most - longest.stages, longest.stages)
-    # In a long list the first stages matter little.
-    if rest > 0 and most <= 4 * longest.stages:
-        found.insert(1, replace(longest, ahead=rest))
-    return list(dict.fromkeys(found))
+    return warps, share
 
 
 def linear_group(num_tokens: int, group: Group, *, weight: str) -> list[Tactic]:

@@ -130,6 +130,31 @@ def test_streams_of_tiles_touch_weights_alone(num_tokens: int) -> None:
                 assert names & {"weight", "weights"}  # they are asked for before the wait
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4, 9])
+@pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
+def test_streams_of_quantized_tiles_touch_weights_alone(num_tokens: int, form: str) -> None:
+    """Wide steps touch no more than global scales, as a kernel before makes their matrices."""
+    codes, block = (1, 32) if form == "mxfp8" else (2, 16)
+    args: CallArgs = {
+        "xs": [TensorArg((num_tokens, 96), torch.bfloat16)] * 2,
+        "weights": [TensorArg((7, 96), torch.bfloat16)],
+        "codes": [TensorArg((n, 96 // codes), torch.uint8) for n in (50, 20)],
+        "scales": [TensorArg((n, 96 // block), torch.uint8) for n in (50, 20)],
+        "global_scales": [TensorArg((1,), torch.float32)] * 2 if form == "nvfp4" else [],
+        "input_of": [1, 0, 1],
+    }
+    for kernel in find_tactics("linear_group_quantized", "sm_90a", args)[0].kernels:
+        early = touched_before_wait(compile_ptx(kernel.source, kernel.defines), kernel.entry)
+        touched = [kernel.params[i] for i in early]
+        names = {getattr(param, "argument", getattr(param, "name", None)) for param in touched}
+        if kernel.entry == "ring_quant":
+            assert {"weights", "codes"} <= names
+            assert names <= {"weights", "codes", "global_scales", "error", None}
+            assert not any(isinstance(param, Output) for param in touched)
+        else:
+            assert names <= {"global_scales", "num_tokens"}, kernel.entry
+
+
 @pytest.mark.parametrize(
     ("body", "touched"),
     [

@@ -199,8 +199,8 @@ def test_a_row_parallel_weight_that_is_not_summed_up_is_refused() -> None:
         PASSES[0](graph)
     assert str(caught.value) == (
         "row-parallel weight layers.2.attn.rel_bank is summed over by none of linear, "
-        "linear_nvfp4, experts, swiglu_experts, so its partial sums would not be added up; correct "
-        "the module"
+        "linear_nvfp4, linear_mxfp8, experts, swiglu_experts, so its partial sums would not be "
+        "added up; correct the module"
     )
 
 

@@ -188,6 +188,24 @@ def linear_group(
     return tuple(xs[index] @ weights[i].T for i, index in enumerate(input_of)), {}
 
 
+def linear_mxfp8(x: Tensor, codes: Tensor, exponents: Tensor, partial: bool) -> Result:
+    return (x @ matrix(codes, exponents, None).T,), {}
+
+
+def linear_group_quantized(
+    xs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    global_scales: Sequence[Tensor],
+    input_of: Sequence[int],
+) -> Result:
+    global_scales = global_scales or [None] * len(codes)
+    parts = zip(codes, scales, global_scales, strict=True)
+    matrices = [*weights, *(matrix(*part) for part in parts)]
+    return tuple(xs[index] @ w.T for index, w in zip(input_of, matrices, strict=True)), {}
+
+
 def lm_head_sample(
     x: Tensor,
     weight: Tensor,
@@ -314,6 +332,8 @@ ORACLES_FUSED: dict[str, Oracle] = {
         softcap,
         sample,
         linear_group,
+        linear_mxfp8,
+        linear_group_quantized,
         lm_head_sample,
         qkv_post,
         allreduce_conv_mix,

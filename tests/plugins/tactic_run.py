@@ -45,7 +45,10 @@ from inkrt.plugins.tactic import (
 ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT | ORACLES_QUANTIZE
 _CACHES = ("k_cache", "v_cache")
 # What may be read before the wait: it does not change within a step.
-_STEADY = ("weight", "scale", "norm", "queries", "bank", "table", "position", "num_tokens", "slot")
+_STEADY = (
+    "weight", "codes", "exponents", "scale", "norm", "queries", "bank", "table", "position",
+    "num_tokens", "slot",
+)  # fmt: skip
 _STEADY_ROWS = ("state",)
 
 

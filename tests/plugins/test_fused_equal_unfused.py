@@ -92,7 +92,18 @@ def _linear_group(xs, weights, input_of):
     return [OPS["linear"](xs[i], w, False) for i, w in zip(input_of, weights, strict=True)]
 
 
+def _linear_group_quantized(xs, weights, codes, scales, global_scales, input_of):
+    inputs = [xs[i] for i in input_of]
+    outs = [OPS["linear"](x, w, False) for x, w in zip(inputs, weights, strict=False)]
+    for number, x in enumerate(inputs[len(weights) :]):
+        parts = [codes[number], scales[number]]
+        name = "linear_nvfp4" if global_scales else "linear_mxfp8"
+        outs.append(OPS[name](x, *parts, *global_scales[number : number + 1], False))
+    return outs
+
+
 UNFUSED = {
+    "linear_group_quantized": _linear_group_quantized,
     "linear_group": _linear_group,
     "moe": _moe,
     "lm_head_sample": _lm_head_sample,

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from inkrt.plugins.caseutil import int32, normal, shuffled_pages
+from inkrt.plugins.caseutil import (
+    int32,
+    mxfp8_arguments,
+    normal,
+    shuffled_pages,
+    weight_arguments,
+)
 from inkrt.plugins.experts.op import WeightForm, expert_arguments
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS, Arguments, plugins
 from inkrt.plugins.sample.op import sampling_arguments
@@ -116,6 +122,26 @@ def _linear_group(dtype: torch.dtype, g: torch.Generator) -> Setup:
     return {"weights": weights, "input_of": [0, 1, 0]}, {"xs": xs}, (0, 0, 0)
 
 
+def _linear_mxfp8(dtype: torch.dtype, g: torch.Generator) -> Setup:
+    weight = mxfp8_arguments("w", g, dtype, 57, 224, scale=0.07)
+    fixed = {"codes": weight["w"], "exponents": weight["w_scales"], "partial": False}
+    return fixed, {"x": normal(g, dtype, ROWS, 224)}, (0,)
+
+
+def _linear_group_quantized(dtype: torch.dtype, g: torch.Generator) -> Setup:
+    made = [
+        weight_arguments("w", g, dtype, rows, 208, scale=0.07, quantized=True) for rows in (57, 16)
+    ]
+    fixed: Arguments = {
+        "weights": [normal(g, dtype, 3, 208, scale=0.07)],
+        "codes": [weight["w"] for weight in made],
+        "scales": [weight["w_scales"] for weight in made],
+        "global_scales": [weight["w_global_scale"] for weight in made],
+        "input_of": [1, 0, 1],
+    }
+    return fixed, {"xs": [normal(g, dtype, ROWS, 208) for _ in range(2)]}, (0, 0, 0)
+
+
 def _qkv_post(dtype: torch.dtype, g: torch.Generator, *, dynamic: bool = False) -> Setup:
     heads, num_kv, size, rel_size, taps = 6, 3, 37, 5, 4
     channels = num_kv * size
@@ -190,6 +216,8 @@ SETUPS: dict[str, Callable[[torch.dtype, torch.Generator], Setup]] = {
     "all_gather": _all_gather,
     "sample": _sample,
     "linear_group": _linear_group,
+    "linear_mxfp8": _linear_mxfp8,
+    "linear_group_quantized": _linear_group_quantized,
     "lm_head_sample": _lm_head_sample,
     "qkv_post": _qkv_post,
     "qkv_post/dynamic": _qkv_post_dynamic,

@@ -58,6 +58,17 @@ BAD: list[tuple[str, Arguments, str]] = [
         "ink::linear_group: 0 inputs, expected 1 to 4",
     ),
     (
+        "linear_group_quantized",
+        {"input_of": [0, 0, 0]},
+        "ink::linear_group_quantized: input_of is [0, 0, 0], expected an index below 1 for each of "
+        "4 weights",
+    ),
+    (
+        "linear_group_quantized",
+        {"codes": [], "scales": [], "global_scales": []},
+        "ink::linear_group_quantized: 0 quantized weights of 2, expected at least 1 of up to 8",
+    ),
+    (
         "lm_head_sample",
         {"vocab_size": 65},
         "ink::lm_head_sample: vocab_size is 65, expected 1 to 64",

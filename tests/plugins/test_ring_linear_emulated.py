@@ -109,7 +109,7 @@ def test_groups(
     """Blocks of several tiles, rings shorter and longer than a tile, stages ahead; T = 1, 3, 8."""
     monkeypatch.setattr(ring_tactics, "MULTIPROCESSORS", 2)
     stage = replace(ring_tactics.rings(width, 1)[0], stages=1).num_bytes
-    monkeypatch.setattr(ring_tactics, "_RING_BYTES", (2 * stage, stage))
+    monkeypatch.setattr(ring_tactics, "RING_BYTES", (2 * stage, stage))
     group, emulator = Group(width, rows, input_of), Emulator(folder, reverse=reverse)
     first, *others = group.tactics(MOST)
     assert others

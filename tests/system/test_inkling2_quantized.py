@@ -81,6 +81,23 @@ def test_logits_are_those_of_the_dequantized_model(
     assert report.top1_agreement >= (1 if dtype == "float32" else 0.9)
 
 
+@pytest.mark.slow
+def test_projections_may_be_quantized_too(tmp_path: Path) -> None:
+    """In the forms of the experts, and keys of the first layers in another one and in none."""
+    for layout in ("publisher", "transformers"):
+        write_checkpoint(
+            tmp_path / layout, model="inkling2-quantized-attention", seed=1, dtype="float32",
+            layout=layout,
+        )  # fmt: skip
+    options = BuildOptions(max_seq_len=128, tp_size=2, moe_split="width", max_verify_tokens=1)
+    build_engine(tmp_path / "publisher", tmp_path / "engine", options)
+    with Engine.open(tmp_path / "engine") as engine:
+        model = reference(tmp_path / "transformers", "float32")
+        report = ParityCheck(engine, model).run(prompt(), 24, num_decoded=4)
+    assert report.max_relative_error <= 5e-6
+    assert report.top1_agreement == 1
+
+
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -122,7 +139,7 @@ def other_algorithm(config: dict[str, Any]) -> None:
 
 def other_module(config: dict[str, Any]) -> None:
     layers = config["quantization_config"]["quantized_layers"]
-    layers["model.llm.layers.3.attn.wq_du"] = {"quant_algo": "NVFP4"}
+    layers["model.llm.layers.3.attn.attn_sink_proj"] = {"quant_algo": "NVFP4"}
 
 
 def all_mxfp8(config: dict[str, Any]) -> None:
@@ -141,7 +158,8 @@ def all_mxfp8(config: dict[str, Any]) -> None:
         (other_algorithm, ConfigError, "quant_algo 'FP8' is not supported, only NVFP4 and MXFP8"),
         (
             other_module, ConfigError,
-            "quantized module 'model.llm.layers.3.attn.wq_du' is not supported, only the experts",
+            "quantized module 'model.llm.layers.3.attn.attn_sink_proj' is not supported, only the "
+            "experts and the attention projections wq_du, wk_dv, wv_dv, wr_du, gate_attn, wo_ud",
         ),
     ],
 )  # fmt: skip
