@@ -190,8 +190,8 @@ expect(
 expect(
     "more layers in the configuration",
     CheckpointError,
-    "checkpoint {folder} has no tensor model.llm.layers.3.attn.wq_du.weight; a shard is missing or "
-    "config.json belongs to another model",
+    "checkpoint {folder} has no tensor model.llm.layers.3.attn.attn_sink_proj.weight; a shard is "
+    "missing or config.json belongs to another model",
     lambda folder: edit_config(
         folder,
         lambda config: (

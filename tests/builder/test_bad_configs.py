@@ -81,14 +81,16 @@ expect(
     "quantized model",
     ConfigError,
     "config.json: quantization_config with quant_method 'fp8' is not supported; this version reads "
-    "BF16 and FP32 weights of inkling2, and of quant_method 'modelopt' NVFP4 and MXFP8 experts",
+    "BF16 and FP32 weights of inkling2, and of quant_method 'modelopt' NVFP4 and MXFP8 experts "
+    "and attention projections",
     config(quantization_config={"quant_method": "fp8"}),
 )
 expect(
     "quantized text model",
     ConfigError,
     "config.json: quantization_config with quant_method 'fp8' is not supported; this version reads "
-    "BF16 and FP32 weights of inkling2, and of quant_method 'modelopt' NVFP4 and MXFP8 experts",
+    "BF16 and FP32 weights of inkling2, and of quant_method 'modelopt' NVFP4 and MXFP8 experts "
+    "and attention projections",
     text(quantization_config={"quant_method": "fp8"}),
 )
 expect(
