@@ -12,6 +12,8 @@
 // PART vectors, one warp's each, added the same way. So bits depend on neither T nor BLOCKS.
 //
 // BY_WORDS: blocks do not wait at a counter but for the activations themselves (words.cuh).
+// SHARE_ROWS: row tiles that do not go round all blocks are shared by all, unit by unit, and a
+// block each adds up what the others hand to it, by words too. Several tokens only.
 // TRACE: that many clocks of every block, taken by its first thread.
 #include "stages.cuh"
 #include "top_k.cuh"
@@ -42,6 +44,9 @@ static_assert(OWN_EXPERTS <= THREADS, "a thread for each expert");
 // Shared tiles between two barriers: so many at once, so often.
 constexpr int TILES_AT_ONCE = WARPS / SLICES;
 static_assert(!BY_WORDS || HIDDEN_SHARED, "they go to shared memory");
+constexpr int WHOLE_ROUNDS = ROW_TILES / BLOCKS;
+constexpr int LEFT_TILES = SHARE_ROWS ? ROW_TILES % BLOCKS : 0;
+static_assert(!SHARE_ROWS || (BY_WORDS && !ONE_TOKEN && PARTS == 1), "a word for each slot");
 // With more tiles left than this, a whole one for each of most warps takes less time.
 constexpr int MOST_SHARED = TILES_AT_ONCE * (WARPS * 5 / 6);
 
@@ -137,6 +142,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                 const float* down_scale,
 #if BY_WORDS
                 bf16* exchange, u32* turns,
+#if SHARE_ROWS
+                float* parts,
+#endif
 #else
                 bf16* hidden, u64* arrivals,
 #endif
@@ -213,8 +221,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   const int my_tile = warp / SLICES, my_slice = warp % SLICES * SLICE;
   const int my_vectors = my_tile < TILES_AT_ONCE ? min(SLICE, GATE_VECTORS - my_slice) : 0;
   const int first_row_tile = BLOCKS - 1 - b;
-  const int row_tiles = (max(ROW_TILES - first_row_tile, 0) + BLOCKS - 1) / BLOCKS;
+  const int row_tiles =
+      SHARE_ROWS ? WHOLE_ROUNDS : (max(ROW_TILES - first_row_tile, 0) + BLOCKS - 1) / BLOCKS;
   const int row_tile_units = choice.num_experts * PARTS;
+  // This block's units of the tiles that are shared.
+  const int from_left = LEFT_TILES * row_tile_units * b / BLOCKS;
+  const int num_left = LEFT_TILES * row_tile_units * (b + 1) / BLOCKS - from_left;
   auto tile_at = [&](int t) {
     const int i = b + BLOCKS * t, expert = choice.expert[i / EXPERT_TILES];
     return gate_up + ((size_t)expert * EXPERT_TILES + i % EXPERT_TILES) * TILE_BYTES;
@@ -223,7 +235,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   struct Unit {
     int r, of_tile;
   };
-  // The unit `step` behind this one; r is row_tiles where there is none.
+  // The unit `step` behind this one; r is row_tiles where there is none, or a shared one.
   auto advance = [&](Unit& unit, int step) {
     unit.of_tile += step;
 #pragma unroll 1
@@ -231,6 +243,19 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
       unit.of_tile -= row_tile_units;
       unit.r++;
     }
+  };
+
+  auto is_unit = [&](const Unit& unit) {
+    return unit.r < row_tiles || (SHARE_ROWS && unit.of_tile < num_left);
+  };
+  struct Place {
+    int row_tile, of_tile;
+  };
+  auto place_of = [&](const Unit& unit) -> Place {
+    if (!SHARE_ROWS || unit.r < row_tiles)
+      return {first_row_tile + BLOCKS * unit.r, unit.of_tile};
+    const int number = from_left + unit.of_tile, tile = number / row_tile_units;
+    return {BLOCKS * WHOLE_ROUNDS + tile, number - tile * row_tile_units};
   };
 
   // What is requested next: stages of one piece lie one after the other.
@@ -251,10 +276,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         next = tile_at(next_shared) + my_slice * VECTOR_BYTES;
         left = my_vectors;
         next_shared += TILES_AT_ONCE;
-      } else if (next_unit.r < row_tiles) {
-        const int r = next_unit.r, of_tile = next_unit.of_tile;
+      } else if (is_unit(next_unit)) {
+        const auto [row_tile, of_tile] = place_of(next_unit);
         const int expert = choice.expert[of_tile / PARTS], part = of_tile % PARTS;
-        next = down + ((size_t)expert * ROW_TILES + first_row_tile + BLOCKS * r) * JOB_BYTES +
+        next = down + ((size_t)expert * ROW_TILES + row_tile) * JOB_BYTES +
                part * PART * VECTOR_BYTES;
         left = part_vectors(part);
         advance(next_unit, WARPS);
@@ -284,6 +309,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   constexpr int SLOT_VALUES = TOKENS * TOP_K * WIDTH;
   bf16* const hidden = exchange + (turn & 1) * SLOT_VALUES;
   turn_over<THREADS>(exchange + (~turn & 1) * SLOT_VALUES, hidden, SLOT_VALUES / 8, b, BLOCKS);
+#if SHARE_ROWS
+  constexpr int PART_VALUES = LEFT_TILES * TOKEN_COLUMNS * TOP_K * 16;
+  float* const handed = parts + (turn & 1) * PART_VALUES;
+  turn_over<THREADS>((bf16*)(parts + (~turn & 1) * PART_VALUES), (const bf16*)handed,
+                     PART_VALUES / 4, b, BLOCKS);
+#endif
   if (tid == 0) turns[b] = turn + 1;  // all have read it
 #endif
   weigh(chosen, ROUTE_SCALE, T, sm.route);
@@ -407,8 +438,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   MARK(7);
   Unit unit = {0, 0};
 #pragma unroll 1
-  for (advance(unit, warp); unit.r < row_tiles; advance(unit, WARPS)) {
-    const int r = unit.r, of_tile = unit.of_tile;
+  for (advance(unit, warp); is_unit(unit); advance(unit, WARPS)) {
+    const auto [row_tile, of_tile] = place_of(unit);
     const int u = of_tile / PARTS, part = of_tile % PARTS, vectors = part_vectors(part);
     // Columns of tokens that did not choose the expert are not read.
     const int slot = ONE_TOKEN ? choice.slot[u][0] : choice.slot[u][g];
@@ -451,7 +482,17 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
       if (ONE_TOKEN && token) break;
       const int of_token = choice.slot[u][token];
       if (of_token == NO_SLOT) continue;
-      float* const p = sm.partial[r] + ((token * TOP_K + of_token) * PARTS + part) * 16 + g;
+      const int at = ((token * TOP_K + of_token) * PARTS + part) * 16 + g;
+#if SHARE_ROWS
+      if (unit.r == row_tiles) {
+        volatile float* const to =
+            handed + (row_tile - BLOCKS * WHOLE_ROUNDS) * TOKEN_COLUMNS * TOP_K * 16 + at;
+        to[0] = tile.c[0][e] + tile.c[1][e];
+        to[8] = tile.c[0][2 + e] + tile.c[1][2 + e];
+        continue;
+      }
+#endif
+      float* const p = sm.partial[unit.r] + at;
       p[0] = tile.c[0][e] + tile.c[1][e];
       p[8] = tile.c[0][2 + e] + tile.c[1][2 + e];
     }
@@ -459,25 +500,52 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   MARK(8);
   __syncthreads();
   MARK(9);
-#pragma unroll 1
-  for (int i = tid; i < row_tiles * 16 * TOKEN_COLUMNS; i += THREADS) {
-    const int row = i % 16, token = i / 16 % TOKEN_COLUMNS, r = i / (16 * TOKEN_COLUMNS);
-    if (token >= T) continue;
+  // sums: of slot s at s * stride.
+  auto finish = [&](int row_tile, int row, int token, const float* sums, int stride) {
     float sum = 0;
     const int num_slots = choice.num_slots[token];
 #pragma unroll
     for (int s = 0; s < TOP_K; s++) {
-      const float* const p = sm.partial[r] + (token * TOP_K + s) * PARTS * 16 + row;
-      const float d = strided_sum<PARTS>(p, 16) * choice.down_unit[choice.index[token][s]];
+      const float d = strided_sum<PARTS>(sums + s * stride, 16) *
+                      choice.down_unit[choice.index[token][s]];
       const float term = __fmul_rn(IS_SLICE ? d : round_bf16(d), choice.weight[token][s]);
       sum = s < num_slots ? __fadd_rn(sum, term) : sum;
     }
-    const size_t at =
-        (size_t)(first + token) * HIDDEN + (first_row_tile + BLOCKS * r) * 16 + row;
+    const size_t at = (size_t)(first + token) * HIDDEN + row_tile * 16 + row;
     if (IS_PARTIAL)
       ((float*)out)[at] = sum;
     else
       ((bf16*)out)[at] = to_bf16(sum);
+  };
+#pragma unroll 1
+  for (int i = tid; i < row_tiles * 16 * TOKEN_COLUMNS; i += THREADS) {
+    const int row = i % 16, token = i / 16 % TOKEN_COLUMNS, r = i / (16 * TOKEN_COLUMNS);
+    if (token >= T) continue;
+    finish(first_row_tile + BLOCKS * r, row, token,
+           sm.partial[r] + token * TOP_K * PARTS * 16 + row, PARTS * 16);
   }
+#if SHARE_ROWS
+  // A tile of the shared ones for each of the first blocks: four rows of a slot a thread, through
+  // the shared memory of the own tiles, behind a barrier.
+  if (b < LEFT_TILES) {
+    __syncthreads();
+    for (int i = tid; i < T * TOP_K * 4; i += THREADS) {
+      const bool is_wanted = i / 4 % TOP_K < choice.num_slots[i / (4 * TOP_K)];
+      const float* const from = handed + b * TOKEN_COLUMNS * TOP_K * 16 + i * 4;
+      uint4 v = make_uint4(0, 0, 0, 0);
+      u32 spins = 0;
+      if (is_wanted)
+        do v = load_inbox16(from);
+        while (max(max(v.x, v.y), max(v.z, v.w)) == EMPTY && ++spins < INK_SPIN_LIMIT);
+      if (spins == INK_SPIN_LIMIT) report_error(error, ERROR_SENTINEL);
+      *(uint4*)(sm.partial[0] + i * 4) = v;
+    }
+    __syncthreads();
+    for (int i = tid; i < 16 * T; i += THREADS)
+      finish(BLOCKS * WHOLE_ROUNDS + b, i % 16, i / 16,
+             sm.partial[0] + i / 16 * TOP_K * 16 + i % 16,
+             16);
+  }
+#endif
   MARK(10);
 }

@@ -5,7 +5,8 @@
 #include "weights.cuh"
 
 // All lanes call `request_first` COUNT times, then, for each stage in order, `wait`, use what it
-// gives, and `request` the one COUNT stages later. BULK: those come by bulk copies too, by one lane.
+// gives, and `request` the one COUNT stages later. BULK: those come by bulk copies, too, of one
+// lane.
 template <int COUNT, int BYTES, bool BULK>
 struct Stages {
   u8* memory;  // of this warp, shared, COUNT * BYTES

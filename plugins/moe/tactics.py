@@ -118,28 +118,49 @@ class Variant:
         by_words: blocks wait for each other's activations themselves, not at a counter. Only where
             activations stand in shared memory.
         by_bulk: all weights come by bulk copies, not the first stages only.
+        share_rows: row tiles that do not go round all blocks are shared by all. Of several tokens
+            by words, where one warp has an expert's whole K.
     """
 
     is_beside: bool
     by_words: bool
     by_bulk: bool
+    share_rows: bool = False
 
     @property
     def name(self) -> str:
         """Of the tactic."""
         parts = ("_beside" * self.is_beside, "_words" * self.by_words, "_bulk" * self.by_bulk)
-        return "moe" + "".join(parts)
+        return "moe" + "".join(parts) + "_rows" * self.share_rows
 
 
 def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
     """What `moe` takes for these sizes, best guess first."""
     is_shared = hidden_bytes(dims, min(num_tokens, MAX_TOKENS)) <= MOST_HIDDEN_BYTES
-    return [
+    blocks, row_tiles = num_blocks(dims), dims.hidden // 16
+    can_share = (
+        is_shared
+        and num_tokens > 1
+        and num_vectors(dims.width) <= PART_VECTORS
+        and row_tiles > blocks
+        and row_tiles % blocks > 0
+    )
+    shared = [
+        Variant(is_beside=False, by_words=True, by_bulk=by_bulk, share_rows=True)
+        for by_bulk in (True, False)
+        if can_share
+    ]
+    return shared + [
         Variant(is_beside=is_beside, by_words=by_words, by_bulk=by_bulk)
         for by_words in ((True, False) if is_shared else (False,))
         for is_beside in ((True, False) if num_tokens == 1 else (False,))
         for by_bulk in ((True,) if is_beside else (True, False))  # else registers do not suffice
     ]
+
+
+def num_blocks(dims: MoeDims) -> int:
+    """Blocks of experts.cu."""
+    return min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
 
 
 def moe(
@@ -187,7 +208,7 @@ def moe(
         ),
         smem_bytes=router_smem,
     )  # fmt: skip
-    blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
+    blocks = num_blocks(dims)
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
     room = SM_BYTES - 2048 - router_smem if variant.is_beside else MAX_SMEM
     fitting = [n for n in range(2, MOST_STAGES + 1) if experts_bytes(dims, rows, n, blocks) <= room]
@@ -204,6 +225,10 @@ def moe(
             Scratch("exchange", 2 * rows * dims.top_k * dims.width * 2, fill=0xFF),
             Scratch("turns", 4 * blocks, fill=0),
         )
+    if variant.share_rows:
+        left = dims.hidden // 16 % blocks
+        size = 2 * left * MAX_TOKENS * dims.top_k * 16 * 4
+        meeting = (*meeting, Scratch("parts", size, fill=0xFF))
     common: tuple[Param, ...] = (
         Pointer("x"),
         scores,
@@ -229,7 +254,7 @@ def moe(
         ("IS_CHUNK", int(is_chunk)), ("ROUTE_SCALE", f"{route_scale}f"),
         ("GATE_CAP", f"{gate_cap}f"), ("UP_CAP", f"{up_cap}f"), ("TRIGGER", 1),
         ("REGISTERS", registers), ("BY_WORDS", int(variant.by_words)),
-        ("BY_BULK", int(variant.by_bulk)),
+        ("BY_BULK", int(variant.by_bulk)), ("SHARE_ROWS", int(variant.share_rows)),
     )  # fmt: skip
     experts = [
         KernelLaunch(

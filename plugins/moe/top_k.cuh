@@ -131,7 +131,8 @@ INK_DEVICE void top_experts(u32 key, Candidates& c) {
   }
 #pragma unroll
   for (int o = 1; o < COMPARERS; o <<= 1) better += __shfl_xor_sync(INK_FULL_WARP, better, o);
-  if (has_place && first == 0 && better < TOP_K) c.best[better] = min((int)c.id[place], EXPERTS - 1);
+  if (has_place && first == 0 && better < TOP_K)
+    c.best[better] = min((int)c.id[place], EXPERTS - 1);
   __syncthreads();
 }
 
