@@ -44,6 +44,12 @@ static_assert(OWN_EXPERTS <= THREADS, "a thread for each expert");
 // Shared tiles between two barriers: so many at once, so often.
 constexpr int TILES_AT_ONCE = WARPS / SLICES;
 static_assert(!BY_WORDS || HIDDEN_SHARED, "they go to shared memory");
+// With the other one ptxas spills.
+#if SHARE_ROWS
+using RowTile = int;
+#else
+using RowTile = size_t;
+#endif
 constexpr int WHOLE_ROUNDS = ROW_TILES / BLOCKS;
 constexpr int LEFT_TILES = SHARE_ROWS ? ROW_TILES % BLOCKS : 0;
 static_assert(!SHARE_ROWS || (BY_WORDS && !ONE_TOKEN && PARTS == 1), "a word for each slot");
@@ -246,16 +252,17 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   };
 
   auto is_unit = [&](const Unit& unit) {
-    return unit.r < row_tiles || (SHARE_ROWS && unit.of_tile < num_left);
+    return SHARE_ROWS ? unit.r < row_tiles || unit.of_tile < num_left : unit.r < row_tiles;
   };
   struct Place {
-    int row_tile, of_tile;
+    RowTile row_tile;
+    int of_tile;
   };
   auto place_of = [&](const Unit& unit) -> Place {
     if (!SHARE_ROWS || unit.r < row_tiles)
-      return {first_row_tile + BLOCKS * unit.r, unit.of_tile};
+      return {(RowTile)first_row_tile + BLOCKS * unit.r, unit.of_tile};
     const int number = from_left + unit.of_tile, tile = number / row_tile_units;
-    return {BLOCKS * WHOLE_ROUNDS + tile, number - tile * row_tile_units};
+    return {(RowTile)(BLOCKS * WHOLE_ROUNDS + tile), number - tile * row_tile_units};
   };
 
   // What is requested next: stages of one piece lie one after the other.
@@ -511,14 +518,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
       const float term = __fmul_rn(IS_SLICE ? d : round_bf16(d), choice.weight[token][s]);
       sum = s < num_slots ? __fadd_rn(sum, term) : sum;
     }
-    const size_t at = (size_t)(first + token) * HIDDEN + row_tile * 16 + row;
+    const size_t at = (size_t)(first + token) * HIDDEN + (size_t)row_tile * 16 + row;
     if (IS_PARTIAL)
       ((float*)out)[at] = sum;
     else
       ((bf16*)out)[at] = to_bf16(sum);
   };
 #pragma unroll 1
-  for (int i = tid; i < row_tiles * 16 * TOKEN_COLUMNS; i += THREADS) {
+  for (int i = threadIdx.x; i < row_tiles * 16 * TOKEN_COLUMNS; i += THREADS) {
     const int row = i % 16, token = i / 16 % TOKEN_COLUMNS, r = i / (16 * TOKEN_COLUMNS);
     if (token >= T) continue;
     finish(first_row_tile + BLOCKS * r, row, token,
