@@ -1,10 +1,12 @@
 """Times of the kernels of `moe` at the sizes of Inkling-2, each beside its floor. Needs an H200.
 
-    python perf/kernels/moe.py [--formats nvfp4 mxfp8 bf16] [--tokens 1 2 4 8] [--tp 4 2]
+    python perf/kernels/moe.py [--formats nvfp4 mxfp8 bf16] [--tokens 1 2 4 8] [--tp 4 2] [--phases]
 
 A line is a graph of launches with programmatic edges, each on other tokens, so that experts come
 from device memory; router weights rotate. Floors are the bytes of the experts that these tokens
-chose over 4.55 TB/s.
+chose over 4.55 TB/s. `--phases` adds where a block of the experts is when, behind its wait: the
+median over blocks and the latest, of clocks that kernels of the same code with TRACE write in the
+last launch of a chain. They take a little longer.
 """
 
 import argparse
@@ -13,18 +15,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from w4a16_backend import Buffer, bind
 from w4a16_gpu import Gpu, cubin, time_graph
 
 from inkrt.plugins.moe.packing import VECTOR_BYTES, Format, num_bytes
-from inkrt.plugins.moe.tactics import MoeDims, beside, moe
-from inkrt.plugins.tactic import Tactic
+from inkrt.plugins.moe.tactics import MoeDims, moe, variants
+from inkrt.plugins.tactic import Scratch, Tactic
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4608, 2304, 384, 8
 LAUNCHES = 16
 BYTES_PER_US = 4.55e6
 RANK = 1
+# Events of experts.cu, as its MARKs number them; all but the barriers are those of the first warp.
+PHASES = (
+    "ready", "waited", "routed", "requested", "z here", "gate/up done", "met", "hidden here",
+    "down done", "block done", "out",
+)  # fmt: skip
+CLOCKS_PER_US = 1800.0  # of an H200 whose tensor cores work
 
 
 def dims_of(kind: Format, split: str, tp_size: int) -> MoeDims:
@@ -51,10 +60,19 @@ def tactics_of(dims: MoeDims, num_tokens: int) -> list[Tactic]:
             up_cap=25.0,
             is_partial=True,
             has_rank=dims.own_experts < dims.experts,
-            is_beside=is_beside,
+            variant=variant,
         )
-        for is_beside in beside(num_tokens)
+        for variant in variants(dims, num_tokens)
     ]
+
+
+def traced(tactic: Tactic) -> Tactic:
+    """The same with clocks in the scratch `trace`, [block][event]."""
+    router, experts = tactic.kernels
+    trace = Scratch("trace", experts.grid[0] * len(PHASES) * 8, fill=0)
+    defines = (*experts.defines, ("TRACE", len(PHASES)))
+    experts = replace(experts, defines=defines, params=(*experts.params, trace))
+    return replace(tactic, kernels=(router, experts))
 
 
 class Layer:
@@ -63,6 +81,7 @@ class Layer:
     def __init__(self, gpu: Gpu, dims: MoeDims) -> None:
         torch.manual_seed(1)
         self.gpu, self.dims = gpu, dims
+        self.scratch: dict[str, Buffer] | None = None  # of the last tactic that was timed
         self.x = [torch.randn(8, HIDDEN, device="cuda").bfloat16() for _ in range(LAUNCHES)]
         weight = torch.randn(EXPERTS, HIDDEN, device="cuda") * HIDDEN**-0.5
         self.routers = [weight.clone() for _ in range(LAUNCHES)]
@@ -97,6 +116,17 @@ class Layer:
             counts.append(len(chosen & set(range(first, first + self.dims.own_experts))))
         return sum(counts) / len(counts)
 
+    def phases(self, tactic: Tactic) -> str:
+        """When the experts' blocks are where, in us behind their wait: "event median (latest)"."""
+        self.times(traced(tactic))
+        assert self.scratch is not None
+        stamps = self.gpu.download(self.scratch["trace"]).view("int64").reshape(-1, len(PHASES))
+        behind = (stamps - stamps[:, 1:2]) / CLOCKS_PER_US
+        median, latest = np.median(behind, axis=0), behind.max(axis=0)
+        return ", ".join(
+            f"{name} {median[i]:.1f} ({latest[i]:.1f})" for i, name in enumerate(PHASES)
+        )
+
     def times(self, tactic: Tactic) -> tuple[float, float, float]:
         """Microseconds of a launch of both kernels, of the router and of the experts."""
         out = self.gpu.buffer(torch.empty(8, HIDDEN, device="cuda"))
@@ -126,6 +156,7 @@ class Layer:
 
         both = [launch for pair in zip(router, experts, strict=True) for launch in pair]
         result = time(both), time(router), time(experts)
+        self.scratch = common
         if self.gpu.download(common["error"]).any():
             sys.exit("a kernel gave up waiting")
         return result
@@ -138,6 +169,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--tp", nargs="+", type=int, default=[4, 2])
     parser.add_argument("--splits", nargs="+", default=["width", "experts"])
+    parser.add_argument("--phases", action="store_true")
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/ink-cubins"))
     args = parser.parse_args()
     gpu = Gpu(args.cubins)
@@ -147,7 +179,7 @@ def main() -> None:
         for dims in ranks
         for num_tokens in args.tokens
         for tactic in tactics_of(dims, num_tokens)
-        for kernel in tactic.kernels
+        for kernel in tactic.kernels + (traced(tactic).kernels[1:] if args.phases else ())
     ]
     distinct = list({(k.source, k.defines): replace(k) for k in kernels}.values())
     cubin(args.cubins, distinct[0])  # imports cuda.core, which threads must not do at once
@@ -171,6 +203,8 @@ def main() -> None:
                     f" {router:7.2f} {router_floor:6.2f} | {experts:7.1f} {floor:6.1f}"
                     f"  {tactic.name}"
                 )
+                if args.phases:
+                    _say(f"    {layer.phases(tactic)}")
         del layer
         torch.cuda.empty_cache()
 

@@ -10,8 +10,24 @@
 // as there is one for every warp; the slices of the rest are shared by all warps. Either way the
 // slices' sums are added as `strided_sum` adds them. An expert's K of the output is in parts of
 // PART vectors, one warp's each, added the same way. So bits depend on neither T nor BLOCKS.
+//
+// BY_WORDS: blocks do not wait at a counter but for the activations themselves (words.cuh).
+// SHARE_ROWS: row tiles that do not go round all blocks are shared by all, unit by unit, and a
+// block each adds up what the others hand to it, by words too. Several tokens only.
+// TRACE: that many clocks of every block, taken by its first thread.
 #include "stages.cuh"
 #include "top_k.cuh"
+#include "words.cuh"
+
+#ifndef TRACE
+#define TRACE 0
+#endif
+#if TRACE
+#define MARK(event) \
+  if (threadIdx.x == 0) trace[blockIdx.x * TRACE + (event)] = clock64()
+#else
+#define MARK(event)
+#endif
 
 constexpr int THREADS = WARPS * 32, SLICE = 3, PART = 9;
 constexpr int GATE_VECTORS = HIDDEN / VECTOR_K, TILE_BYTES = GATE_VECTORS * VECTOR_BYTES;
@@ -26,8 +42,17 @@ static_assert(SLICES <= WARPS, "a warp for each slice");
 static_assert(OWN_EXPERTS <= THREADS, "a thread for each expert");
 
 // Shared tiles between two barriers: so many at once, so often.
-constexpr int TILES_AT_ONCE = WARPS / SLICES, TURNS = ONE_TOKEN ? 8 : 1;
-constexpr int ROUND_TILES = TURNS * TILES_AT_ONCE;
+constexpr int TILES_AT_ONCE = WARPS / SLICES;
+static_assert(!BY_WORDS || HIDDEN_SHARED, "they go to shared memory");
+// With the other one ptxas spills.
+#if SHARE_ROWS
+using RowTile = int;
+#else
+using RowTile = size_t;
+#endif
+constexpr int WHOLE_ROUNDS = ROW_TILES / BLOCKS;
+constexpr int LEFT_TILES = SHARE_ROWS ? ROW_TILES % BLOCKS : 0;
+static_assert(!SHARE_ROWS || (BY_WORDS && !ONE_TOKEN && PARTS == 1), "a word for each slot");
 // With more tiles left than this, a whole one for each of most warps takes less time.
 constexpr int MOST_SHARED = TILES_AT_ONCE * (WARPS * 5 / 6);
 
@@ -35,6 +60,8 @@ constexpr int MOST_SHARED = TILES_AT_ONCE * (WARPS * 5 / 6);
 constexpr int MOST_EXPERTS = TOKENS * TOP_K < OWN_EXPERTS ? TOKENS * TOP_K : OWN_EXPERTS;
 constexpr int MOST_TILES = (MOST_EXPERTS * EXPERT_TILES + BLOCKS - 1) / BLOCKS;
 constexpr bool HAS_OWN = MOST_TILES > MOST_SHARED || MOST_TILES >= WARPS;
+constexpr int TURNS = !ONE_TOKEN ? 1 : MOST_TILES < 8 ? MOST_TILES : 8;
+constexpr int ROUND_TILES = TURNS * TILES_AT_ONCE;
 
 // Rows are padded, so that they start in different banks.
 constexpr int Z_STRIDE = HIDDEN + 8, HIDDEN_STRIDE = DOWN_VECTORS * VECTOR_K + 8;
@@ -56,6 +83,9 @@ struct Shared {
 #endif
   };
   Route route;
+#if ONE_TOKEN
+  Candidates candidates;
+#endif
   u64 first[WARPS][STAGES];  // barriers of the first stages
 };
 
@@ -72,6 +102,28 @@ struct Rows {
       const int i = threadIdx.x + n * THREADS;
       if (i < rows * PIECES) piece[n] = load_act16(from + i * 8);
     }
+  }
+  // Once nobody is to write to them any more (words.cuh). wanted(row): whether it is waited for;
+  // others become zeros.
+  template <class Wanted>
+  INK_DEVICE void receive(const bf16* from, Wanted wanted, int* error) {
+#pragma unroll
+    for (int n = 0; n < COUNT; n++) {
+      const int i = threadIdx.x + n * THREADS;
+      const u32 none = i < ROWS * PIECES && wanted(i / PIECES) ? EMPTY : 0;
+      piece[n] = make_uint4(none, none, none, none);
+    }
+#pragma unroll 1
+    for (u32 spins = 0; spins < INK_SPIN_LIMIT; spins++) {
+#pragma unroll
+      for (int n = 0; n < COUNT; n++)
+        if (has_empty(piece[n])) piece[n] = load_inbox16(from + (threadIdx.x + n * THREADS) * 8);
+      bool is_complete = true;
+#pragma unroll
+      for (int n = 0; n < COUNT; n++) is_complete = is_complete && !has_empty(piece[n]);
+      if (is_complete) return;
+    }
+    report_error(error, ERROR_SENTINEL);
   }
   INK_DEVICE void store(bf16* to, int stride, int rows) const {
 #pragma unroll
@@ -93,11 +145,25 @@ INK_DEVICE bf16 activation(float gate, float up) {
 extern "C" __global__ void __maxnreg__(REGISTERS)
     moe_experts(const bf16* x, const float* scores, const float* bias, const int* rank,
                 const u8* gate_up, const float* gate_up_scale, const u8* down,
-                const float* down_scale, bf16* hidden, void* out, u64* arrivals, int* error,
+                const float* down_scale,
+#if BY_WORDS
+                bf16* exchange, u32* turns,
+#if SHARE_ROWS
+                float* parts,
+#endif
+#else
+                bf16* hidden, u64* arrivals,
+#endif
+                void* out, int* error,
 #if IS_CHUNK
                 const int* live_rows,
 #endif
-                int rows, int first) {
+                int rows, int first
+#if TRACE
+                ,
+                long long* trace
+#endif
+) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, b = blockIdx.x;
   if (lane < STAGES) mbar_init(&sm.first[warp][lane], 1);
@@ -107,20 +173,49 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     gate_unit *= load_weight_float(gate_up_scale + tid);
     down_unit *= load_weight_float(down_scale + tid);
   }
-  Bias own_bias;
+#if ONE_TOKEN
+  const float own_bias = tid < EXPERTS ? load_weight_float(bias + tid) : 0.f;
+#else
+  PerExpert own_bias;
   if (warp < MAX_TOKENS) own_bias = load_bias(bias, lane);
+#endif
+  clear_route<THREADS>(sm.route);
+  __syncthreads();
+  MARK(0);
   wait_and_trigger();
+  MARK(1);
   int T = ONE_TOKEN ? 1 : rows;
 #if IS_CHUNK
   T = min(min(rows, load_act_int(live_rows)) - first, MAX_TOKENS);
   if (T <= 0) return;  // every block alike
 #endif
-  // Before the weights: small loads queue behind large ones.
+  // What the choice needs first, and all before the weights: small loads queue behind large ones.
+  const float* const own_scores = scores + (size_t)first * EXPERTS;
+#if ONE_TOKEN
+  const float score = tid < EXPERTS ? load_act_float(own_scores + tid) : 0.f;
+#else
+  PerExpert score;
+  if (warp < T) score = load_scores(own_scores + warp * EXPERTS, lane);
+#endif
+  const int first_expert = HAS_RANK ? load_act_int(rank) * OWN_EXPERTS : 0;
+#if BY_WORDS
+  const u32 turn = load_act4(turns + b);
+#endif
   Rows<HIDDEN / 8, TOKENS> z_rows;
   z_rows.load(x + (size_t)first * HIDDEN, T);
-  const int first_expert = HAS_RANK ? load_act_int(rank) * OWN_EXPERTS : 0;
-  const Choice chosen = route<THREADS>(scores + (size_t)first * EXPERTS, own_bias, first_expert, T,
-                                       gate_unit, down_unit, sm.route);
+#if ONE_TOKEN
+  if (tid < OWN_EXPERTS) {
+    sm.candidates.gate_unit[tid] = gate_unit;
+    sm.candidates.down_unit[tid] = down_unit;
+  }
+  top_experts<THREADS>(tid < EXPERTS ? ordered(score + own_bias) : 0, sm.candidates);
+  const Choice chosen = route_one(own_scores, sm.candidates, first_expert, sm.route);
+  __syncthreads();
+#else
+  const Choice chosen = route<THREADS>(own_scores, score, own_bias, first_expert, T, gate_unit,
+                                       down_unit, sm.route);
+#endif
+  MARK(2);
   const Route& choice = sm.route;
 
   // The block's tiles are b + BLOCKS t, of which this warp has t = warp, warp + WARPS, ... below
@@ -132,19 +227,51 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   const int my_tile = warp / SLICES, my_slice = warp % SLICES * SLICE;
   const int my_vectors = my_tile < TILES_AT_ONCE ? min(SLICE, GATE_VECTORS - my_slice) : 0;
   const int first_row_tile = BLOCKS - 1 - b;
-  const int row_tiles = (max(ROW_TILES - first_row_tile, 0) + BLOCKS - 1) / BLOCKS;
-  const int row_tile_units = choice.num_experts * PARTS, num_units = row_tiles * row_tile_units;
+  const int row_tiles =
+      SHARE_ROWS ? WHOLE_ROUNDS : (max(ROW_TILES - first_row_tile, 0) + BLOCKS - 1) / BLOCKS;
+  const int row_tile_units = choice.num_experts * PARTS;
+  // This block's units of the tiles that are shared.
+  const int from_left = LEFT_TILES * row_tile_units * b / BLOCKS;
+  const int num_left = LEFT_TILES * row_tile_units * (b + 1) / BLOCKS - from_left;
   auto tile_at = [&](int t) {
     const int i = b + BLOCKS * t, expert = choice.expert[i / EXPERT_TILES];
     return gate_up + ((size_t)expert * EXPERT_TILES + i % EXPERT_TILES) * TILE_BYTES;
   };
   auto part_vectors = [&](int part) { return min(PART, DOWN_VECTORS - part * PART); };
+  struct Unit {
+    int r, of_tile;
+  };
+  // The unit `step` behind this one; r is row_tiles where there is none, or a shared one.
+  auto advance = [&](Unit& unit, int step) {
+    unit.of_tile += step;
+#pragma unroll 1
+    while (unit.r < row_tiles && unit.of_tile >= row_tile_units) {
+      unit.of_tile -= row_tile_units;
+      unit.r++;
+    }
+  };
+
+  auto is_unit = [&](const Unit& unit) {
+    return SHARE_ROWS ? unit.r < row_tiles || unit.of_tile < num_left : unit.r < row_tiles;
+  };
+  struct Place {
+    RowTile row_tile;
+    int of_tile;
+  };
+  auto place_of = [&](const Unit& unit) -> Place {
+    if (!SHARE_ROWS || unit.r < row_tiles)
+      return {(RowTile)first_row_tile + BLOCKS * unit.r, unit.of_tile};
+    const int number = from_left + unit.of_tile, tile = number / row_tile_units;
+    return {(RowTile)(BLOCKS * WHOLE_ROUNDS + tile), number - tile * row_tile_units};
+  };
 
   // What is requested next: stages of one piece lie one after the other.
-  Stages<STAGES, STAGE_BYTES> stages = {sm.stages[warp], sm.first[warp], lane};
+  Stages<STAGES, STAGE_BYTES, BY_BULK> stages = {sm.stages[warp], sm.first[warp], lane};
   const u8* next = nullptr;
   int left = 0;  // vectors of the piece
-  int next_own = warp, next_shared = my_vectors ? own + my_tile : end, next_unit = warp;
+  int next_own = warp, next_shared = my_vectors ? own + my_tile : end;
+  Unit next_unit = {0, 0};
+  advance(next_unit, warp);
   int num_bytes = 0;
   auto source = [&]() -> const u8* {
     if (left == 0) {
@@ -156,13 +283,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         next = tile_at(next_shared) + my_slice * VECTOR_BYTES;
         left = my_vectors;
         next_shared += TILES_AT_ONCE;
-      } else if (next_unit < num_units) {
-        const int r = next_unit / row_tile_units, of_tile = next_unit % row_tile_units;
+      } else if (is_unit(next_unit)) {
+        const auto [row_tile, of_tile] = place_of(next_unit);
         const int expert = choice.expert[of_tile / PARTS], part = of_tile % PARTS;
-        next = down + ((size_t)expert * ROW_TILES + first_row_tile + BLOCKS * r) * JOB_BYTES +
+        next = down + ((size_t)expert * ROW_TILES + row_tile) * JOB_BYTES +
                part * PART * VECTOR_BYTES;
         left = part_vectors(part);
-        next_unit += WARPS;
+        advance(next_unit, WARPS);
       } else {
         num_bytes = 0;
         return nullptr;
@@ -184,9 +311,23 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     const u8* const from = source();
     stages.request_first(from, num_bytes);
   }
+  MARK(3);
+#if BY_WORDS
+  constexpr int SLOT_VALUES = TOKENS * TOP_K * WIDTH;
+  bf16* const hidden = exchange + (turn & 1) * SLOT_VALUES;
+  turn_over<THREADS>(exchange + (~turn & 1) * SLOT_VALUES, hidden, SLOT_VALUES / 8, b, BLOCKS);
+#if SHARE_ROWS
+  constexpr int PART_VALUES = LEFT_TILES * TOKEN_COLUMNS * TOP_K * 16;
+  float* const handed = parts + (turn & 1) * PART_VALUES;
+  turn_over<THREADS>((bf16*)(parts + (~turn & 1) * PART_VALUES), (const bf16*)handed,
+                     PART_VALUES / 4, b, BLOCKS);
+#endif
+  if (tid == 0) turns[b] = turn + 1;  // all have read it
+#endif
   weigh(chosen, ROUTE_SCALE, T, sm.route);
   z_rows.store(sm.z, Z_STRIDE, T);
   __syncthreads();
+  MARK(4);
 
   // ---- gate, up and activation ----
   // A slice: `vectors` of a tile from vector `at` on.
@@ -210,8 +351,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     const int i = b + BLOCKS * t, u = i / EXPERT_TILES, slot = choice.slot[u][token];
     if (slot == NO_SLOT) return;
     const float unit = choice.gate_unit[u];
-    hidden[((size_t)token * TOP_K + slot) * WIDTH + i % EXPERT_TILES * 8 + row] =
-        activation(gate * unit, up * unit);
+    bf16* const to = hidden + ((size_t)token * TOP_K + slot) * WIDTH + i % EXPERT_TILES * 8 + row;
+    *(volatile bf16*)to = activation(gate * unit, up * unit);
   };
 #pragma unroll 1
   for (int t = warp; HAS_OWN && t < own; t += WARPS) {
@@ -223,8 +364,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const float sum = tile.c[0][e] + tile.c[1][e];
-        even[e] += s & 1 ? 0.f : sum;
-        odd[e] += s & 1 ? sum : 0.f;
+        const float next = even[e] + sum;  // the two change places: their sum has no order
+        even[e] = odd[e];
+        odd[e] = next;
       }
     }
     const int column = (lane & 3) * 2;
@@ -262,6 +404,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                strided_sum<SLICES>(p, TILE_SUMS), strided_sum<SLICES>(p + ELEMENTS, TILE_SUMS));
     }
   }
+  MARK(5);
+#if BY_WORDS
+  __syncthreads();  // all have read z
+#else
   __syncthreads();
   if (tid == 0) {
     const u64 all = (arrive(arrivals) / BLOCKS + 1) * BLOCKS;  // every launch adds BLOCKS
@@ -270,12 +416,23 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     if (spins == INK_SPIN_LIMIT) report_error(error, ERROR_SENTINEL);
   }
   __syncthreads();
+#endif
+  MARK(6);
 
   // ---- down ----
 #if HIDDEN_SHARED
   {
     Rows<WIDTH / 8, TOKENS * TOP_K> hidden_rows;
+#if BY_WORDS
+    hidden_rows.receive(
+        hidden,
+        [&](int row) {  // others nobody writes
+          return row < T * TOP_K && (!HAS_RANK || row % TOP_K < choice.num_slots[row / TOP_K]);
+        },
+        error);
+#else
     hidden_rows.load(hidden, T * TOP_K);
+#endif
     hidden_rows.store(sm.hidden, HIDDEN_STRIDE, T * TOP_K);
     if (WIDTH % VECTOR_K)  // finite values beyond the width, where weights are zero
       for (int i = tid; i < TOKENS * TOP_K * VECTOR_K; i += THREADS) {
@@ -285,9 +442,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     __syncthreads();
   }
 #endif
+  MARK(7);
+  Unit unit = {0, 0};
 #pragma unroll 1
-  for (int unit = warp; unit < num_units; unit += WARPS) {
-    const int r = unit / row_tile_units, of_tile = unit % row_tile_units;
+  for (advance(unit, warp); is_unit(unit); advance(unit, WARPS)) {
+    const auto [row_tile, of_tile] = place_of(unit);
     const int u = of_tile / PARTS, part = of_tile % PARTS, vectors = part_vectors(part);
     // Columns of tokens that did not choose the expert are not read.
     const int slot = ONE_TOKEN ? choice.slot[u][0] : choice.slot[u][g];
@@ -330,30 +489,70 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
       if (ONE_TOKEN && token) break;
       const int of_token = choice.slot[u][token];
       if (of_token == NO_SLOT) continue;
-      float* const p = sm.partial[r] + ((token * TOP_K + of_token) * PARTS + part) * 16 + g;
+      const int at = ((token * TOP_K + of_token) * PARTS + part) * 16 + g;
+#if SHARE_ROWS
+      if (unit.r == row_tiles) {
+        volatile float* const to =
+            handed + (row_tile - BLOCKS * WHOLE_ROUNDS) * TOKEN_COLUMNS * TOP_K * 16 + at;
+        to[0] = tile.c[0][e] + tile.c[1][e];
+        to[8] = tile.c[0][2 + e] + tile.c[1][2 + e];
+        continue;
+      }
+#endif
+      float* const p = sm.partial[unit.r] + at;
       p[0] = tile.c[0][e] + tile.c[1][e];
       p[8] = tile.c[0][2 + e] + tile.c[1][2 + e];
     }
   }
+  MARK(8);
   __syncthreads();
-#pragma unroll 1
-  for (int i = tid; i < row_tiles * 16 * TOKEN_COLUMNS; i += THREADS) {
-    const int row = i % 16, token = i / 16 % TOKEN_COLUMNS, r = i / (16 * TOKEN_COLUMNS);
-    if (token >= T) continue;
+  MARK(9);
+  // sums: of slot s at s * stride.
+  auto finish = [&](int row_tile, int row, int token, const float* sums, int stride) {
     float sum = 0;
     const int num_slots = choice.num_slots[token];
 #pragma unroll
     for (int s = 0; s < TOP_K; s++) {
-      const float* const p = sm.partial[r] + (token * TOP_K + s) * PARTS * 16 + row;
-      const float d = strided_sum<PARTS>(p, 16) * choice.down_unit[choice.index[token][s]];
+      const float d = strided_sum<PARTS>(sums + s * stride, 16) *
+                      choice.down_unit[choice.index[token][s]];
       const float term = __fmul_rn(IS_SLICE ? d : round_bf16(d), choice.weight[token][s]);
       sum = s < num_slots ? __fadd_rn(sum, term) : sum;
     }
-    const size_t at =
-        (size_t)(first + token) * HIDDEN + (first_row_tile + BLOCKS * r) * 16 + row;
+    const size_t at = (size_t)(first + token) * HIDDEN + (size_t)row_tile * 16 + row;
     if (IS_PARTIAL)
       ((float*)out)[at] = sum;
     else
       ((bf16*)out)[at] = to_bf16(sum);
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < row_tiles * 16 * TOKEN_COLUMNS; i += THREADS) {
+    const int row = i % 16, token = i / 16 % TOKEN_COLUMNS, r = i / (16 * TOKEN_COLUMNS);
+    if (token >= T) continue;
+    finish(first_row_tile + BLOCKS * r, row, token,
+           sm.partial[r] + token * TOP_K * PARTS * 16 + row, PARTS * 16);
   }
+#if SHARE_ROWS
+  // A tile of the shared ones for each of the first blocks: four rows of a slot a thread, through
+  // the shared memory of the own tiles, behind a barrier.
+  if (b < LEFT_TILES) {
+    __syncthreads();
+    for (int i = tid; i < T * TOP_K * 4; i += THREADS) {
+      const bool is_wanted = i / 4 % TOP_K < choice.num_slots[i / (4 * TOP_K)];
+      const float* const from = handed + b * TOKEN_COLUMNS * TOP_K * 16 + i * 4;
+      uint4 v = make_uint4(0, 0, 0, 0);
+      u32 spins = 0;
+      if (is_wanted)
+        do v = load_inbox16(from);
+        while (max(max(v.x, v.y), max(v.z, v.w)) == EMPTY && ++spins < INK_SPIN_LIMIT);
+      if (spins == INK_SPIN_LIMIT) report_error(error, ERROR_SENTINEL);
+      *(uint4*)(sm.partial[0] + i * 4) = v;
+    }
+    __syncthreads();
+    for (int i = tid; i < 16 * T; i += THREADS)
+      finish(BLOCKS * WHOLE_ROUNDS + b, i % 16, i / 16,
+             sm.partial[0] + i / 16 * TOP_K * 16 + i % 16,
+             16);
+  }
+#endif
+  MARK(10);
 }

@@ -5,13 +5,15 @@
 #include "weights.cuh"
 
 // All lanes call `request_first` COUNT times, then, for each stage in order, `wait`, use what it
-// gives, and `request` the one COUNT stages later.
-template <int COUNT, int BYTES>
+// gives, and `request` the one COUNT stages later. BULK: those come by bulk copies, too, of one
+// lane.
+template <int COUNT, int BYTES, bool BULK>
 struct Stages {
   u8* memory;  // of this warp, shared, COUNT * BYTES
   u64* first;  // COUNT barriers of one arrival, initialized
   int lane;
   int to_fill = 0, to_use = 0, num_first = 0;  // num_first: first stages that have been used
+  u32 parity = 0;
 
   // source: of num_bytes in device memory; 0 bytes where no more is to come. The first stages come
   // by bulk copies: for cp.async every lane must ask, which takes longer.
@@ -21,10 +23,14 @@ struct Stages {
       if (num_bytes) bulk_load(memory + to_fill * BYTES, source, num_bytes, first + to_fill);
     }
     advance(to_fill);
-    copy_async_commit();
+    if (!BULK) copy_async_commit();
   }
   INK_DEVICE void request(const u8* source, int num_bytes) {
     __syncwarp();  // all lanes are done with the stage
+    if (BULK) {
+      request_first(source, num_bytes);
+      return;
+    }
     u8* const stage = memory + to_fill * BYTES;
 #pragma unroll
     for (int i = 0; i < BYTES; i += 512)
@@ -33,8 +39,13 @@ struct Stages {
     copy_async_commit();
   }
   INK_DEVICE const u8* wait(int* error) {
-    if (num_first < COUNT) mbar_wait(first + num_first++, 0, error);
-    copy_async_wait_but<COUNT - 1>();
+    if (BULK) {
+      mbar_wait(first + to_use, parity, error);
+      if (to_use == COUNT - 1) parity ^= 1;
+    } else {
+      if (num_first < COUNT) mbar_wait(first + num_first++, 0, error);
+      copy_async_wait_but<COUNT - 1>();
+    }
     __syncwarp();
     const u8* const stage = memory + to_use * BYTES;
     advance(to_use);

@@ -102,20 +102,70 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             up_cap=number_arg(args, "up_softcap"),
             is_partial=bool(args["partial"]),
             has_rank=args["rank"] is not None,
-            is_beside=is_beside,
+            variant=variant,
         )
-        for is_beside in beside(num_tokens)
+        for variant in variants(dims, num_tokens)
     ]
 
 
-def beside(num_tokens: int) -> tuple[bool, ...]:
-    """Values of `is_beside` for `moe`; bits are the same. Best guess first."""
-    return (True, False) if num_tokens == 1 else (False,)
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to run the experts; bits are the same.
+
+    Attributes:
+        is_beside: a block leaves room for the router's, and for one of what comes next; else it has
+            more weights on their way. Of one token only.
+        by_words: blocks wait for each other's activations themselves, not at a counter. Only where
+            activations stand in shared memory.
+        by_bulk: all weights come by bulk copies, not the first stages only.
+        share_rows: row tiles that do not go round all blocks are shared by all. Of several tokens
+            by words, where one warp has an expert's whole K.
+    """
+
+    is_beside: bool
+    by_words: bool
+    by_bulk: bool
+    share_rows: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the tactic."""
+        parts = ("_beside" * self.is_beside, "_words" * self.by_words, "_bulk" * self.by_bulk)
+        return "moe" + "".join(parts) + "_rows" * self.share_rows
+
+
+def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
+    """What `moe` takes for these sizes, best guess first."""
+    is_shared = hidden_bytes(dims, min(num_tokens, MAX_TOKENS)) <= MOST_HIDDEN_BYTES
+    blocks, row_tiles = num_blocks(dims), dims.hidden // 16
+    can_share = (
+        is_shared
+        and num_tokens > 1
+        and num_vectors(dims.width) <= PART_VECTORS
+        and row_tiles > blocks
+        and row_tiles % blocks > 0
+    )
+    shared = [
+        Variant(is_beside=False, by_words=True, by_bulk=by_bulk, share_rows=True)
+        for by_bulk in (True, False)
+        if can_share
+    ]
+    return shared + [
+        Variant(is_beside=is_beside, by_words=by_words, by_bulk=by_bulk)
+        for by_words in ((True, False) if is_shared else (False,))
+        for is_beside in ((True, False) if num_tokens == 1 else (False,))
+        for by_bulk in ((True,) if is_beside else (True, False))  # else registers do not suffice
+    ]
+
+
+def num_blocks(dims: MoeDims) -> int:
+    """Blocks of experts.cu."""
+    return min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
 
 
 def moe(
     dims: MoeDims, num_tokens: int, *, route_scale: float, gate_cap: float, up_cap: float,
-    is_partial: bool, has_rank: bool, is_beside: bool,
+    is_partial: bool, has_rank: bool, variant: Variant,
 ) -> Tactic:  # fmt: skip
     """Router and experts; parameters are the arguments of the operator `moe`.
 
@@ -128,8 +178,7 @@ def moe(
         up_cap: up_softcap.
         is_partial: the result is this rank's part, float32.
         has_rank: whether the rank holds whole experts.
-        is_beside: a block of the experts leaves room for the router's, and for one of what comes
-            next; else it has more weights on their way. Of one token only.
+        variant: one of `variants`.
 
     Raises:
         BuildError: sizes that the kernels do not take.
@@ -159,14 +208,27 @@ def moe(
         ),
         smem_bytes=router_smem,
     )  # fmt: skip
-    blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
+    blocks = num_blocks(dims)
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
-    room = SM_BYTES - 2048 - router_smem if is_beside else MAX_SMEM
+    room = SM_BYTES - 2048 - router_smem if variant.is_beside else MAX_SMEM
     fitting = [n for n in range(2, MOST_STAGES + 1) if experts_bytes(dims, rows, n, blocks) <= room]
     stages = max(fitting, default=0)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
     is_nvfp4 = dims.kind == "nvfp4"
-    registers = REGISTERS_BESIDE if is_beside else REGISTERS
+    registers = REGISTERS_BESIDE if variant.is_beside else REGISTERS
+    meeting: tuple[Scratch, ...] = (
+        Scratch("hidden", rows * dims.top_k * dims.width * 2),
+        Scratch("arrivals", 8, fill=0),
+    )
+    if variant.by_words:
+        meeting = (
+            Scratch("exchange", 2 * rows * dims.top_k * dims.width * 2, fill=0xFF),
+            Scratch("turns", 4 * blocks, fill=0),
+        )
+    if variant.share_rows:
+        left = dims.hidden // 16 % blocks
+        size = 2 * left * MAX_TOKENS * dims.top_k * 16 * 4
+        meeting = (*meeting, Scratch("parts", size, fill=0xFF))
     common: tuple[Param, ...] = (
         Pointer("x"),
         scores,
@@ -176,9 +238,8 @@ def moe(
         Pointer("gate_up_global_scale" if is_nvfp4 else "x"),
         Pointer("down"),
         Pointer("down_global_scale" if is_nvfp4 else "x"),
-        Scratch("hidden", rows * dims.top_k * dims.width * 2),
+        *meeting,
         Output(0),
-        Scratch("arrivals", 8, fill=0),
         Scratch("error", 4, fill=0),
         *((InputPointer("num_tokens"),) if is_chunk else ()),
         Int32(num_tokens),
@@ -192,7 +253,8 @@ def moe(
         ("IS_PARTIAL", int(is_partial)), ("IS_SLICE", int(is_partial and not has_rank)),
         ("IS_CHUNK", int(is_chunk)), ("ROUTE_SCALE", f"{route_scale}f"),
         ("GATE_CAP", f"{gate_cap}f"), ("UP_CAP", f"{up_cap}f"), ("TRIGGER", 1),
-        ("REGISTERS", registers),
+        ("REGISTERS", registers), ("BY_WORDS", int(variant.by_words)),
+        ("BY_BULK", int(variant.by_bulk)), ("SHARE_ROWS", int(variant.share_rows)),
     )  # fmt: skip
     experts = [
         KernelLaunch(
@@ -209,7 +271,7 @@ def moe(
     router_size = dims.experts * dims.hidden * 4
     out_bytes = 4 if is_partial else 2
     return Tactic(
-        name="moe_beside" if is_beside else "moe",
+        name=variant.name,
         kernels=(router, *experts),
         bytes=ceil(dims.distinct(num_tokens) * dims.expert_bytes)
         + router_size
@@ -244,7 +306,8 @@ def hidden_bytes(dims: MoeDims, rows: int) -> int:
 def experts_bytes(dims: MoeDims, rows: int, stages: int, blocks: int) -> int:
     """`Shared` of experts.cu."""
     columns = 1 if rows == 1 else MAX_TOKENS
-    turns = 8 if rows == 1 else 1
+    most_tiles = -(-min(rows * dims.top_k, dims.own_experts) * (dims.width // 8) // blocks)
+    turns = min(8, most_tiles) if rows == 1 else 1
     slots = MAX_TOKENS * dims.top_k
     words = -(-dims.own_experts // 32)
     parts = -(-num_vectors(dims.width) // PART_VECTORS)
@@ -258,12 +321,19 @@ def experts_bytes(dims: MoeDims, rows: int, stages: int, blocks: int) -> int:
         (3 * slots * 4, 4), (words * 4, 4), (4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
         (MAX_TOKENS, 1),
     )  # fmt: skip
+    count = -(-dims.experts // 32) * dims.top_k
+    candidates = struct_bytes(
+        (count * 4, 4), (count * 2, 2), (dims.top_k * 2, 2), (dims.own_experts * 8, 4)
+    )
+    if rows > 1:
+        candidates = 0
     stage = STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
     return struct_bytes(
         (WARPS * stages * stage, 128),
         (max(z, in_shared if is_shared else partial), 16),
         (max(sums, partial if is_shared else 0), 16),
         (route, 4),
+        (candidates, 4),
         (WARPS * stages * 8, 8),
     )
 

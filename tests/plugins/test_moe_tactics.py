@@ -17,8 +17,8 @@ from inkrt.plugins.moe.tactics import (
     ROUTER_REGISTERS,
     SM_BYTES,
     MoeDims,
-    beside,
     moe,
+    variants,
 )
 from inkrt.plugins.tactic import KernelLaunch, Scratch, Tactic
 from inkrt.plugins.w4a16.shapes import MAX_SMEM
@@ -31,12 +31,19 @@ NANO = MoeDims(hidden=256, width=64, experts=8, own_experts=8, top_k=2, kind="bf
 FORMATS: tuple[Format, ...] = ("nvfp4", "mxfp8", "bf16")
 
 
-def tactic(dims: MoeDims, num_tokens: int) -> Tactic:
+def all_tactics(dims: MoeDims, num_tokens: int) -> list[Tactic]:
     has_rank = dims.own_experts < dims.experts
-    return moe(
-        dims, num_tokens, route_scale=8.0, gate_cap=4.0, up_cap=25.0,
-        is_partial=dims is not NANO, has_rank=has_rank, is_beside=beside(num_tokens)[0],
-    )  # fmt: skip
+    return [
+        moe(
+            dims, num_tokens, route_scale=8.0, gate_cap=4.0, up_cap=25.0,
+            is_partial=dims is not NANO, has_rank=has_rank, variant=variant,
+        )
+        for variant in variants(dims, num_tokens)
+    ]  # fmt: skip
+
+
+def tactic(dims: MoeDims, num_tokens: int) -> Tactic:
+    return all_tactics(dims, num_tokens)[0]
 
 
 @pytest.mark.slow
@@ -51,7 +58,8 @@ def tactic(dims: MoeDims, num_tokens: int) -> Tactic:
     ids=lambda dims: f"{dims.kind}_{dims.width}",
 )
 def test_nothing_spills(dims: MoeDims, num_tokens: int) -> None:
-    for kernel in tactic(dims, num_tokens).kernels:
+    tactics = all_tactics(dims, num_tokens)
+    for kernel in [tactics[0].kernels[0], *(tactic.kernels[1] for tactic in tactics)]:
         found = resources(compile_cubin(kernel.source, kernel.defines, "sm_90a"))
         assert found["stack"] == 0
         threads = kernel.block[0]
@@ -72,7 +80,8 @@ def test_nothing_of_the_own_launch_is_touched_before_the_wait(
     monkeypatch.syspath_prepend("tests/builder")
     from ptx import compile_ptx, touched_before_wait
 
-    for kernel in tactic(NANO, num_tokens).kernels[:2]:
+    tactics = all_tactics(NANO, num_tokens)
+    for kernel in [tactics[0].kernels[0], *(tactic.kernels[1] for tactic in tactics)]:
         own = {
             number
             for number, param in enumerate(kernel.params)
@@ -91,12 +100,13 @@ def test_nothing_of_the_own_launch_is_touched_before_the_wait(
 def test_all_widths_fit_and_blocks_are_resident_at_once(
     dims: MoeDims, kind: Format, num_tokens: int
 ) -> None:
-    router, experts = tactic(replace(dims, kind=kind), num_tokens).kernels
-    assert experts.grid[0] == 132
-    assert experts.smem_bytes <= MAX_SMEM
-    assert router.grid[0] * 3 >= dims.experts
-    # What a block has on its way: about twice what the latency of the memory asks for.
-    assert in_flight(experts) > 60_000
+    for tactic in all_tactics(replace(dims, kind=kind), num_tokens):
+        router, experts = tactic.kernels
+        assert experts.grid[0] == 132
+        assert experts.smem_bytes <= MAX_SMEM
+        assert router.grid[0] * 3 >= dims.experts
+        # What a block has on its way: about twice what the latency of the memory asks for.
+        assert in_flight(experts) > 60_000
 
 
 @pytest.mark.parametrize("kind", FORMATS)

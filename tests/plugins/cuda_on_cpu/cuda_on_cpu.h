@@ -294,6 +294,16 @@ static inline u32 __reduce_max_sync(u32, u32 v) {
   for (int i = 0; i < 32; i++) best = max(best, (u32)all[i][0]);
   return best;
 }
+static inline u32 __ballot_sync(u32, bool is_set) {
+  const u32 mine = is_set;
+  auto all = emu::exchange(&mine, 1);
+  u32 mask = 0;
+  for (int i = 0; i < 32; i++) mask |= ((u32)all[i][0] & 1) << i;
+  return mask;
+}
+static inline int __ffs(u32 v) {
+  return __builtin_ffs((int)v);
+}
 static inline int __popc(u32 v) {
   return __builtin_popcount(v);
 }
