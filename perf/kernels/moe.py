@@ -6,7 +6,8 @@ A line is a graph of launches with programmatic edges, each on other tokens, so 
 from device memory; router weights rotate. Floors are the bytes of the experts that these tokens
 chose over 4.55 TB/s. `--phases` adds where a block of the experts is when, behind its wait: the
 median over blocks and the latest, of clocks that kernels of the same code with TRACE write in the
-last launch of a chain. They take a little longer.
+last launch of a chain. They take a little longer. "scores here" is when they are only where the
+experts' launch is its own router; it has no times of its own then (0).
 """
 
 import argparse
@@ -30,8 +31,8 @@ BYTES_PER_US = 4.55e6
 RANK = 1
 # Events of experts.cu, as its MARKs number them; all but the barriers are those of the first warp.
 PHASES = (
-    "ready", "waited", "routed", "requested", "z here", "gate/up done", "met", "hidden here",
-    "down done", "block done", "out",
+    "ready", "waited", "scores here", "routed", "requested", "z here", "gate/up done", "met",
+    "hidden here", "down done", "block done", "out",
 )  # fmt: skip
 CLOCKS_PER_US = 1800.0  # of an H200 whose tensor cores work
 
@@ -68,11 +69,11 @@ def tactics_of(dims: MoeDims, num_tokens: int) -> list[Tactic]:
 
 def traced(tactic: Tactic) -> Tactic:
     """The same with clocks in the scratch `trace`, [block][event]."""
-    router, experts = tactic.kernels
+    *router, experts = tactic.kernels
     trace = Scratch("trace", experts.grid[0] * len(PHASES) * 8, fill=0)
     defines = (*experts.defines, ("TRACE", len(PHASES)))
     experts = replace(experts, defines=defines, params=(*experts.params, trace))
-    return replace(tactic, kernels=(router, experts))
+    return replace(tactic, kernels=(*router, experts))
 
 
 class Layer:
@@ -128,7 +129,7 @@ class Layer:
         )
 
     def times(self, tactic: Tactic) -> tuple[float, float, float]:
-        """Microseconds of a launch of both kernels, of the router and of the experts."""
+        """Microseconds of a launch of all kernels, of the router (if any) and of the experts."""
         out = self.gpu.buffer(torch.empty(8, HIDDEN, device="cuda"))
         common: dict[str, Buffer] = {}
         router, experts = [], []
@@ -141,8 +142,8 @@ class Layer:
             scratch = {name: buffer for name, buffer in common.items() if name != "scores"}
             bound = bind(self.gpu, tactic, arguments, [out], scratch)
             common = scratch
-            first, second = (self.gpu.prepare(b.kernel, b.values) for b in bound)
-            router.append(first)
+            *first, second = (self.gpu.prepare(b.kernel, b.values) for b in bound)
+            router += first
             experts.append(second)
         for launch in router:
             launch()
@@ -154,8 +155,11 @@ class Layer:
 
             return time_graph(body, replays=20) / LAUNCHES
 
-        both = [launch for pair in zip(router, experts, strict=True) for launch in pair]
-        result = time(both), time(router), time(experts)
+        if router:
+            both = [launch for pair in zip(router, experts, strict=True) for launch in pair]
+            result = time(both), time(router), time(experts)
+        else:
+            result = time(experts), 0.0, 0.0
         self.scratch = common
         if self.gpu.download(common["error"]).any():
             sys.exit("a kernel gave up waiting")
@@ -179,7 +183,7 @@ def main() -> None:
         for dims in ranks
         for num_tokens in args.tokens
         for tactic in tactics_of(dims, num_tokens)
-        for kernel in tactic.kernels + (traced(tactic).kernels[1:] if args.phases else ())
+        for kernel in tactic.kernels + (traced(tactic).kernels[-1:] if args.phases else ())
     ]
     distinct = list({(k.source, k.defines): replace(k) for k in kernels}.values())
     cubin(args.cubins, distinct[0])  # imports cuda.core, which threads must not do at once

@@ -1,4 +1,4 @@
-"""How `moe` runs on a GPU: router.cu, then experts.cu for every eight tokens."""
+"""How `moe` runs on a GPU: router.cu, then experts.cu for every eight tokens, or that alone."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -37,8 +37,10 @@ MOST_HIDDEN_BYTES = 80 * 1024
 MOST_ROUTER_ROWS = 4
 # Of a multiprocessor; a block takes 1024 bytes more than it asks for.
 SM_BYTES = 228 * 1024
-# Of a thread. Beside each other: 192 x 40 + 768 x 72 of 65536 registers.
+# Of a thread. Beside each other: 192 x 40 + 768 x 72 of 65536 registers; or, where there is no
+# router, 768 x 64 + 128 x 120 of an `allreduce_conv_mix`, which takes some KB.
 ROUTER_REGISTERS, REGISTERS_BESIDE, REGISTERS = 40, 72, 80
+REGISTERS_BESIDE_MIX, MIX_BYTES = 64, 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,29 +115,35 @@ class Variant:
     """A way to run the experts; bits are the same.
 
     Attributes:
-        is_beside: a block leaves room for the router's, and for one of what comes next; else it has
-            more weights on their way. Of one token only.
+        is_beside: a block leaves room for the router's, or, if it is its own, for one of what comes
+            before and next; else it has more weights on their way. Of one token only.
         by_words: blocks wait for each other's activations themselves, not at a counter. Only where
             activations stand in shared memory.
         by_bulk: all weights come by bulk copies, not the first stages only.
         share_rows: row tiles that do not go round all blocks are shared by all. Of several tokens
             by words, where one warp has an expert's whole K.
+        own_scores: the launch of the experts is its own router, so there is one launch. Of up to
+            eight tokens by words.
     """
 
     is_beside: bool
     by_words: bool
     by_bulk: bool
     share_rows: bool = False
+    own_scores: bool = False
 
     @property
     def name(self) -> str:
         """Of the tactic."""
-        parts = ("_beside" * self.is_beside, "_words" * self.by_words, "_bulk" * self.by_bulk)
-        return "moe" + "".join(parts) + "_rows" * self.share_rows
+        parts = {
+            "one": self.own_scores, "beside": self.is_beside, "words": self.by_words,
+            "bulk": self.by_bulk, "rows": self.share_rows,
+        }  # fmt: skip
+        return "_".join(["moe", *(part for part, is_so in parts.items() if is_so)])
 
 
 def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
-    """What `moe` takes for these sizes, best guess first."""
+    """What `moe` takes for these sizes, the way of the measurements in docs/inkling2.md first."""
     is_shared = hidden_bytes(dims, min(num_tokens, MAX_TOKENS)) <= MOST_HIDDEN_BYTES
     blocks, row_tiles = num_blocks(dims), dims.hidden // 16
     can_share = (
@@ -145,16 +153,36 @@ def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
         and row_tiles > blocks
         and row_tiles % blocks > 0
     )
-    shared = [
-        Variant(is_beside=False, by_words=True, by_bulk=by_bulk, share_rows=True)
-        for by_bulk in (True, False)
-        if can_share
-    ]
-    return shared + [
-        Variant(is_beside=is_beside, by_words=by_words, by_bulk=by_bulk)
-        for by_words in ((True, False) if is_shared else (False,))
-        for is_beside in ((True, False) if num_tokens == 1 else (False,))
-        for by_bulk in ((True,) if is_beside else (True, False))  # else registers do not suffice
+    can_score = (
+        is_shared
+        and num_tokens <= MAX_TOKENS
+        and dims.experts % 4 == 0
+        and own_router_rows(dims) * blocks >= dims.experts
+    )
+    return [
+        *(
+            Variant(is_beside=is_beside, by_words=by_words, by_bulk=by_bulk)
+            for by_words in ((False, True) if is_shared else (False,))
+            for is_beside in ((True, False) if num_tokens == 1 else (False,))
+            for by_bulk in (False, True)
+        ),
+        *(
+            Variant(is_beside=False, by_words=True, by_bulk=by_bulk, share_rows=True)
+            for by_bulk in (False, True)
+            if can_share
+        ),
+        *(
+            Variant(
+                is_beside=is_beside,
+                by_words=True,
+                by_bulk=True,
+                share_rows=share_rows,
+                own_scores=True,
+            )
+            for is_beside in ((True, False) if num_tokens == 1 else (False,))
+            for share_rows in ((False, True) if can_share else (False,))
+            if can_score
+        ),
     ]
 
 
@@ -168,6 +196,8 @@ def moe(
     is_partial: bool, has_rank: bool, variant: Variant,
 ) -> Tactic:  # fmt: skip
     """Router and experts; parameters are the arguments of the operator `moe`.
+
+    The first launch is the router's, unless the variant has none.
 
     Args:
         dims: sizes.
@@ -210,12 +240,21 @@ def moe(
     )  # fmt: skip
     blocks = num_blocks(dims)
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
-    room = SM_BYTES - 2048 - router_smem if variant.is_beside else MAX_SMEM
-    fitting = [n for n in range(2, MOST_STAGES + 1) if experts_bytes(dims, rows, n, blocks) <= room]
+    own = variant.own_scores
+    room = MAX_SMEM
+    if variant.is_beside:
+        room = SM_BYTES - 2048 - (MIX_BYTES if own else router_smem)
+    fitting = [
+        n
+        for n in range(2, MOST_STAGES + 1)
+        if experts_bytes(dims, rows, n, blocks, own_scores=own) <= room
+    ]
     stages = max(fitting, default=0)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
     is_nvfp4 = dims.kind == "nvfp4"
-    registers = REGISTERS_BESIDE if variant.is_beside else REGISTERS
+    registers = REGISTERS
+    if variant.is_beside:
+        registers = REGISTERS_BESIDE_MIX if own else REGISTERS_BESIDE
     meeting: tuple[Scratch, ...] = (
         Scratch("hidden", rows * dims.top_k * dims.width * 2),
         Scratch("arrivals", 8, fill=0),
@@ -231,7 +270,11 @@ def moe(
         meeting = (*meeting, Scratch("parts", size, fill=0xFF))
     common: tuple[Param, ...] = (
         Pointer("x"),
-        scores,
+        *(
+            (Pointer("router_weight"), Scratch("words", 2 * rows * dims.experts * 4, fill=0xFF))
+            if own
+            else (scores,)
+        ),
         Pointer("router_bias"),
         Pointer("rank") if has_rank else Pointer("x"),
         Pointer("gate_up"),
@@ -255,6 +298,8 @@ def moe(
         ("GATE_CAP", f"{gate_cap}f"), ("UP_CAP", f"{up_cap}f"), ("TRIGGER", 1),
         ("REGISTERS", registers), ("BY_WORDS", int(variant.by_words)),
         ("BY_BULK", int(variant.by_bulk)), ("SHARE_ROWS", int(variant.share_rows)),
+        ("OWN_SCORES", int(own)),
+        ("ROUTER_ROWS", own_router_rows(dims)), ("ROUTER_THREADS", router_threads(dims.hidden)),
     )  # fmt: skip
     experts = [
         KernelLaunch(
@@ -264,7 +309,7 @@ def moe(
             grid=(blocks, 1, 1),
             block=(WARPS * 32, 1, 1),
             params=(*common, Int32(first)),
-            smem_bytes=experts_bytes(dims, rows, stages, blocks),
+            smem_bytes=experts_bytes(dims, rows, stages, blocks, own_scores=own),
         )
         for first in range(0, num_tokens, MAX_TOKENS)
     ]
@@ -272,7 +317,7 @@ def moe(
     out_bytes = 4 if is_partial else 2
     return Tactic(
         name=variant.name,
-        kernels=(router, *experts),
+        kernels=(*experts,) if own else (router, *experts),
         bytes=ceil(dims.distinct(num_tokens) * dims.expert_bytes)
         + router_size
         + num_tokens * dims.hidden * (2 + out_bytes),
@@ -290,6 +335,11 @@ def router_threads(hidden: int) -> int:
     return -(-hidden // (4 * 6 * 32)) * 32
 
 
+def own_router_rows(dims: MoeDims) -> int:
+    """Experts of a block of experts.cu that is its own router: as many as threads, at most four."""
+    return min(WARPS * 32 // router_threads(dims.hidden), MOST_ROUTER_ROWS)
+
+
 def router_bytes(dims: MoeDims, rows: int, num_tokens: int) -> int:
     """`Shared` of router.cu, of `rows` experts a block."""
     sums = rows * (1 if num_tokens == 1 else MAX_TOKENS)
@@ -303,7 +353,9 @@ def hidden_bytes(dims: MoeDims, rows: int) -> int:
     return rows * dims.top_k * (num_vectors(dims.width) * VECTOR_K + 8) * 2
 
 
-def experts_bytes(dims: MoeDims, rows: int, stages: int, blocks: int) -> int:
+def experts_bytes(
+    dims: MoeDims, rows: int, stages: int, blocks: int, *, own_scores: bool = False
+) -> int:
     """`Shared` of experts.cu."""
     columns = 1 if rows == 1 else MAX_TOKENS
     most_tiles = -(-min(rows * dims.top_k, dims.own_experts) * (dims.width // 8) // blocks)
@@ -316,7 +368,9 @@ def experts_bytes(dims: MoeDims, rows: int, stages: int, blocks: int) -> int:
     in_shared = hidden_bytes(dims, rows)
     is_shared = in_shared <= MOST_HIDDEN_BYTES
     z = columns * (dims.hidden + 8) * 2
-    sums = 2 * turns * WARPS * 64 * columns
+    at_once = turns * (WARPS // -(-num_vectors(dims.hidden) // SLICE_VECTORS))
+    buffers = 1 if rows == 1 and most_tiles <= at_once else 2
+    sums = buffers * turns * WARPS * 64 * columns
     route = struct_bytes(
         (3 * slots * 4, 4), (words * 4, 4), (4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
         (MAX_TOKENS, 1),
@@ -327,6 +381,7 @@ def experts_bytes(dims: MoeDims, rows: int, stages: int, blocks: int) -> int:
     )
     if rows > 1:
         candidates = 0
+    scores = rows * own_router_rows(dims) * router_threads(dims.hidden) // 32 * 4
     stage = STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
     return struct_bytes(
         (WARPS * stages * stage, 128),
@@ -335,6 +390,7 @@ def experts_bytes(dims: MoeDims, rows: int, stages: int, blocks: int) -> int:
         (route, 4),
         (candidates, 4),
         (WARPS * stages * 8, 8),
+        (struct_bytes((scores, 4), (8, 8)) if own_scores else 0, 8),
     )
 
 
