@@ -12,6 +12,7 @@ experts' launch is its own router; it has no times of its own then (0).
 
 import argparse
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -76,13 +77,15 @@ def traced(tactic: Tactic) -> Tactic:
     return replace(tactic, kernels=(*router, experts))
 
 
+Launches = list[Callable[[], None]]
+
+
 class Layer:
     """Weights of one rank's experts, routers and inputs of every launch."""
 
     def __init__(self, gpu: Gpu, dims: MoeDims) -> None:
         torch.manual_seed(1)
         self.gpu, self.dims = gpu, dims
-        self.scratch: dict[str, Buffer] | None = None  # of the last tactic that was timed
         self.x = [torch.randn(8, HIDDEN, device="cuda").bfloat16() for _ in range(LAUNCHES)]
         weight = torch.randn(EXPERTS, HIDDEN, device="cuda") * HIDDEN**-0.5
         self.routers = [weight.clone() for _ in range(LAUNCHES)]
@@ -119,9 +122,9 @@ class Layer:
 
     def phases(self, tactic: Tactic) -> str:
         """When the experts' blocks are where, in us behind their wait: "event median (latest)"."""
-        self.times(traced(tactic))
-        assert self.scratch is not None
-        stamps = self.gpu.download(self.scratch["trace"]).view("int64").reshape(-1, len(PHASES))
+        chain, _, _, scratch = self._chain(traced(tactic))
+        _time(chain, replays=3)
+        stamps = self.gpu.download(scratch["trace"]).view("int64").reshape(-1, len(PHASES))
         behind = (stamps - stamps[:, 1:2]) / CLOCKS_PER_US
         median, latest = np.median(behind, axis=0), behind.max(axis=0)
         return ", ".join(
@@ -130,9 +133,20 @@ class Layer:
 
     def times(self, tactic: Tactic) -> tuple[float, float, float]:
         """Microseconds of a launch of all kernels, of the router (if any) and of the experts."""
+        chain, router, experts, scratch = self._chain(tactic)
+        alone = (_time(router), _time(experts)) if router else (0.0, 0.0)
+        result = _time(chain), *alone
+        if self.gpu.download(scratch["error"]).any():
+            sys.exit(f"{tactic.name}: a kernel gave up waiting")
+        return result
+
+    def _chain(self, tactic: Tactic) -> tuple[Launches, Launches, Launches, dict[str, Buffer]]:
+        """Launches as they follow each other, of the router, of the experts, and their scratch."""
         out = self.gpu.buffer(torch.empty(8, HIDDEN, device="cuda"))
         common: dict[str, Buffer] = {}
-        router, experts = [], []
+        chain: Launches = []
+        router: Launches = []
+        experts: Launches = []
         for number in range(LAUNCHES):
             arguments = {
                 **self.weights,
@@ -142,28 +156,23 @@ class Layer:
             scratch = {name: buffer for name, buffer in common.items() if name != "scores"}
             bound = bind(self.gpu, tactic, arguments, [out], scratch)
             common = scratch
-            *first, second = (self.gpu.prepare(b.kernel, b.values) for b in bound)
-            router += first
-            experts.append(second)
-        for launch in router:
+            launches = [self.gpu.prepare(b.kernel, b.values) for b in bound]
+            chain += launches
+            router += launches[:-1]
+            experts.append(launches[-1])
+        for launch in chain:  # so that there are scores
+            launch()
+        return chain, router, experts, common
+
+
+def _time(launches: Launches, replays: int = 20) -> float:
+    """Microseconds of one of LAUNCHES."""
+
+    def body() -> None:
+        for launch in launches:
             launch()
 
-        def time(launches: list) -> float:  # type: ignore[type-arg]
-            def body() -> None:
-                for launch in launches:
-                    launch()
-
-            return time_graph(body, replays=20) / LAUNCHES
-
-        if router:
-            both = [launch for pair in zip(router, experts, strict=True) for launch in pair]
-            result = time(both), time(router), time(experts)
-        else:
-            result = time(experts), 0.0, 0.0
-        self.scratch = common
-        if self.gpu.download(common["error"]).any():
-            sys.exit("a kernel gave up waiting")
-        return result
+    return time_graph(body, replays=replays) / LAUNCHES
 
 
 def main() -> None:
