@@ -3,11 +3,14 @@
     python perf/kernels/moe.py [--formats nvfp4 mxfp8 bf16] [--tokens 1 2 4 8] [--tp 4 2] [--phases]
 
 A line is a graph of launches with programmatic edges, each on other tokens, so that experts come
-from device memory; router weights rotate. Floors are the bytes of the experts that these tokens
-chose over 4.55 TB/s. `--phases` adds where a block of the experts is when, behind its wait: the
-median over blocks and the latest, of clocks that kernels of the same code with TRACE write in the
-last launch of a chain. They take a little longer. "scores here" is when they are only where the
-experts' launch is its own router; it has no times of its own then (0).
+from device memory; router weights rotate. "spaced" is the same with a launch of nine small blocks
+in front of each, beside which a router's weights can come as they do in a step; the first line says
+what such launches take alone. It is the figure by which one and two launches are to be compared.
+Floors are the bytes of the experts that these tokens chose over 4.55 TB/s. `--phases` adds where a
+block of the experts is when, behind its wait: the median over blocks and the latest, of clocks that
+kernels of the same code with TRACE write in the last launch of a chain. They take a little longer.
+"scores here" is when they are only where the experts' launch is its own router, which has no times
+of its own then (0).
 """
 
 import argparse
@@ -24,7 +27,7 @@ from w4a16_gpu import Gpu, cubin, time_graph
 
 from inkrt.plugins.moe.packing import VECTOR_BYTES, Format, num_bytes
 from inkrt.plugins.moe.tactics import MoeDims, moe, variants
-from inkrt.plugins.tactic import Scratch, Tactic
+from inkrt.plugins.tactic import KernelLaunch, Output, Scratch, Tactic
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4608, 2304, 384, 8
 LAUNCHES = 16
@@ -35,6 +38,15 @@ PHASES = (
     "ready", "waited", "scores here", "routed", "requested", "z here", "gate/up done", "met",
     "hidden here", "down done", "block done", "out",
 )  # fmt: skip
+SPACER = KernelLaunch(
+    source=Path(__file__).parent / "spacer.cu",
+    entry="spacer",
+    defines=(),
+    grid=(9, 1, 1),
+    block=(128, 1, 1),
+    params=(Output(0),),
+    smem_bytes=0,
+)
 CLOCKS_PER_US = 1800.0  # of an H200 whose tensor cores work
 
 
@@ -86,6 +98,7 @@ class Layer:
     def __init__(self, gpu: Gpu, dims: MoeDims) -> None:
         torch.manual_seed(1)
         self.gpu, self.dims = gpu, dims
+        self.spacer = gpu.prepare(SPACER, [gpu.buffer(torch.zeros(9, device="cuda"))])
         self.x = [torch.randn(8, HIDDEN, device="cuda").bfloat16() for _ in range(LAUNCHES)]
         weight = torch.randn(EXPERTS, HIDDEN, device="cuda") * HIDDEN**-0.5
         self.routers = [weight.clone() for _ in range(LAUNCHES)]
@@ -131,11 +144,17 @@ class Layer:
             f"{name} {median[i]:.1f} ({latest[i]:.1f})" for i, name in enumerate(PHASES)
         )
 
-    def times(self, tactic: Tactic) -> tuple[float, float, float]:
-        """Microseconds of a launch of all kernels, of the router (if any) and of the experts."""
+    def times(self, tactic: Tactic) -> tuple[float, float, float, float]:
+        """Microseconds of all kernels, spaced and not, of the router (if any) and the experts."""
         chain, router, experts, scratch = self._chain(tactic)
+        per_launch = len(chain) // LAUNCHES
+        spaced = [
+            launch
+            for first in range(0, len(chain), per_launch)
+            for launch in (self.spacer, *chain[first : first + per_launch])
+        ]
         alone = (_time(router), _time(experts)) if router else (0.0, 0.0)
-        result = _time(chain), *alone
+        result = _time(spaced), _time(chain), *alone
         if self.gpu.download(scratch["error"]).any():
             sys.exit(f"{tactic.name}: a kernel gave up waiting")
         return result
@@ -198,7 +217,12 @@ def main() -> None:
     cubin(args.cubins, distinct[0])  # imports cuda.core, which threads must not do at once
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda kernel: cubin(args.cubins, kernel), distinct[1:]))
-    _say("format tp split   T  experts    MB |  moe us  floor |  router  floor | experts  floor")
+    _say(
+        "format tp split   T  experts    MB | spaced  moe us  floor |"
+        "  router  floor | experts  floor"
+    )
+    spacer = gpu.prepare(SPACER, [gpu.buffer(torch.zeros(9, device="cuda"))])
+    _say(f"a launch of nine blocks: {_time([spacer] * LAUNCHES):.2f} us")
     router_floor = EXPERTS * HIDDEN * 4 / BYTES_PER_US
     for dims in ranks:
         layer = Layer(gpu, dims)
@@ -209,10 +233,10 @@ def main() -> None:
             size = chosen * dims.expert_bytes
             floor = size / BYTES_PER_US
             for tactic in tactics_of(dims, num_tokens):
-                both, router, experts = layer.times(tactic)
+                spaced, both, router, experts = layer.times(tactic)
                 _say(
                     f"{dims.kind:6} {tp_size:2} {split:7} {num_tokens} {chosen:8.1f}"
-                    f" {size / 1e6:5.0f} | {both:7.1f} {floor + router_floor:6.1f} |"
+                    f" {size / 1e6:5.0f} | {spaced:6.1f} {both:7.1f} {floor + router_floor:6.1f} |"
                     f" {router:7.2f} {router_floor:6.2f} | {experts:7.1f} {floor:6.1f}"
                     f"  {tactic.name}"
                 )

@@ -147,6 +147,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #if BY_WORDS
   const u32 turn = load_act4(turns + b);
 #endif
+#if OWN_SCORES
+  touch_scores(words, b);
+#endif
   Rows<HIDDEN / 8, TOKENS, THREADS> z_rows;
   z_rows.load(x + (size_t)first * HIDDEN, T);
 #if OWN_SCORES

@@ -91,6 +91,14 @@ INK_DEVICE void send_scores(OwnScores& sm, const u8* memory, const RouterShare& 
         1.f / (1.f + expf(-logit));
   }
 }
+// Asks for the words of the block's scores in both slots, so that the L2 has them when they are
+// filled and polled: a layer's are not touched again before the next step.
+INK_DEVICE void touch_scores(const float* words, int b) {
+  const int tid = threadIdx.x, at = tid % TOKENS * EXPERTS + first_router_row(b) + tid / TOKENS;
+  if (tid >= num_router_rows(b) * TOKENS) return;
+  load_act4(words + at);
+  load_act4(words + TOKENS * EXPERTS + at);
+}
 // The words of the block's scores in the slot that the launch before has used.
 INK_DEVICE void empty_scores(float* used, int b) {
   const int rows = num_router_rows(b), tid = threadIdx.x;

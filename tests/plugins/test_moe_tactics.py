@@ -67,8 +67,10 @@ def test_nothing_spills(dims: MoeDims, num_tokens: int) -> None:
 
 
 @pytest.mark.slow
-def test_they_compile_for_blackwell() -> None:
-    for kernel in tactic(NANO, 8).kernels[:2]:
+@pytest.mark.parametrize("num_tokens", [1, 8])
+def test_they_compile_for_blackwell(num_tokens: int) -> None:
+    tactics = all_tactics(NANO, num_tokens)
+    for kernel in [tactics[0].kernels[0], *(tactic.kernels[-1] for tactic in tactics)]:
         assert resources(compile_cubin(kernel.source, kernel.defines, "sm_100a"))["registers"] > 0
 
 
