@@ -26,7 +26,8 @@ from w4a16_backend import Buffer, bind
 from w4a16_gpu import Gpu, cubin, time_graph
 
 from inkrt.plugins.moe.packing import VECTOR_BYTES, Format, num_bytes
-from inkrt.plugins.moe.tactics import MoeDims, moe, variants
+from inkrt.plugins.moe.sizes import MoeDims
+from inkrt.plugins.moe.tactics import moe, variants
 from inkrt.plugins.tactic import KernelLaunch, Output, Scratch, Tactic
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4608, 2304, 384, 8

@@ -56,7 +56,7 @@ def test_bits_depend_on_neither_the_width_nor_blocks(
     for tactic in others:
         assert torch.equal(run_on(Emulator(folder), tactic, arguments), together)
     for number, (first, last) in enumerate([(0, 1), (1, 3), (num_rows - 1, num_rows)]):
-        monkeypatch.setattr(tactics, "MULTIPROCESSORS", (1, 11, 12)[number])
+        monkeypatch.setattr(tactics, "MULTIPROCESSORS", (1, 4, 12)[number])
         some = rows_of(arguments, first, last)
         for tactic in tactics_of(some):
             got = run_on(Emulator(folder, reverse=True), tactic, some)

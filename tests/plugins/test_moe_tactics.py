@@ -12,11 +12,11 @@ from cubin import resources
 from inkrt.builder.compile import compile_cubin
 from inkrt.errors import BuildError
 from inkrt.plugins.moe.packing import Format
+from inkrt.plugins.moe.sizes import MoeDims
 from inkrt.plugins.moe.tactics import (
     REGISTERS_BESIDE,
     ROUTER_REGISTERS,
     SM_BYTES,
-    MoeDims,
     moe,
     variants,
 )
