@@ -41,7 +41,7 @@ using Partial = float[TOKEN_COLUMNS * TOP_K * PARTS * 16];  // [token][slot][par
 struct Shared {
   alignas(128) u8 stages[WARPS][STAGES * STAGE_BYTES];
   union {
-    alignas(16) bf16 z[TOKEN_COLUMNS * Z_STRIDE];
+    alignas(16) bf16 z[TOKENS * Z_STRIDE];
 #if HIDDEN_SHARED
     alignas(16) bf16 hidden[TOKENS * TOP_K * HIDDEN_STRIDE];
 #else
@@ -216,7 +216,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 
   // ---- gate, up and activation ----
   // A slice: `vectors` of a tile from vector `at` on.
-  const bf16* const z = sm.z + (ONE_TOKEN ? 0 : g * Z_STRIDE) + (lane & 3) * 16;
+  // Columns behind the last token are that one's again.
+  const bf16* const z = sm.z + (ONE_TOKEN ? 0 : min(g, TOKENS - 1) * Z_STRIDE) + (lane & 3) * 16;
   auto multiply_slice = [&](Tile& tile, int at, int vectors) {
 #pragma unroll 1
     for (int s = 0; s < SLICE; s += STAGE_VECTORS) {

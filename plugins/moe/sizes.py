@@ -69,13 +69,17 @@ def hidden_bytes(dims: MoeDims, rows: int) -> int:
     return rows * dims.top_k * (num_vectors(dims.width) * VECTOR_K + 8) * 2
 
 
+def most_block_tiles(dims: MoeDims, rows: int, blocks: int) -> int:
+    """Gate/up tiles that a block of experts.cu can have."""
+    return -(-min(rows * dims.top_k, dims.own_experts) * (dims.width // 8) // blocks)
+
+
 def experts_bytes(
-    dims: MoeDims, rows: int, stages: int, blocks: int, *, own_scores: bool = False
+    dims: MoeDims, rows: int, stages: int, blocks: int, turns: int, *, own_scores: bool = False
 ) -> int:
     """`Shared` of experts.cu."""
     columns = 1 if rows == 1 else MAX_TOKENS
-    most_tiles = -(-min(rows * dims.top_k, dims.own_experts) * (dims.width // 8) // blocks)
-    turns = min(8, most_tiles) if rows == 1 else 1
+    most_tiles = most_block_tiles(dims, rows, blocks)
     slots = MAX_TOKENS * dims.top_k
     words = -(-dims.own_experts // 32)
     parts = -(-num_vectors(dims.width) // PART_VECTORS)
@@ -83,7 +87,7 @@ def experts_bytes(
     partial = row_tiles * columns * dims.top_k * parts * 64
     in_shared = hidden_bytes(dims, rows)
     is_shared = in_shared <= MOST_HIDDEN_BYTES
-    z = columns * (dims.hidden + 8) * 2
+    z = rows * (dims.hidden + 8) * 2
     at_once = turns * (WARPS // -(-num_vectors(dims.hidden) // SLICE_VECTORS))
     buffers = 1 if rows == 1 and most_tiles <= at_once else 2
     sums = buffers * turns * WARPS * 64 * columns

@@ -18,6 +18,7 @@ from inkrt.plugins.moe.sizes import (
     MoeDims,
     experts_bytes,
     hidden_bytes,
+    most_block_tiles,
     own_router_rows,
     router_bytes,
     router_threads,
@@ -219,12 +220,22 @@ def moe(
     room = MAX_SMEM
     if variant.is_beside:
         room = SM_BYTES - 2048 - (MIX_BYTES if own else router_smem)
-    fitting = [
-        n
-        for n in range(2, MOST_STAGES + 1)
-        if experts_bytes(dims, rows, n, blocks, own_scores=own) <= room
-    ]
-    stages = max(fitting, default=0)
+
+    def most_stages(turns: int) -> int:
+        return max(
+            (
+                n
+                for n in range(2, MOST_STAGES + 1)
+                if experts_bytes(dims, rows, n, blocks, turns, own_scores=own) <= room
+            ),
+            default=0,
+        )
+
+    # Tiles that are shared between two barriers: what costs no stage, of one token all that it can.
+    turns = min(8, most_block_tiles(dims, 1, blocks)) if num_tokens == 1 else 2
+    if num_tokens > 1 and most_stages(turns) < most_stages(1):
+        turns = 1
+    stages = most_stages(turns)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
     is_nvfp4 = dims.kind == "nvfp4"
     registers = REGISTERS
@@ -266,7 +277,7 @@ def moe(
         ("FORMAT", _FORMATS[dims.kind]), ("HIDDEN", dims.hidden), ("WIDTH", dims.width),
         ("EXPERTS", dims.experts), ("OWN_EXPERTS", dims.own_experts), ("TOP_K", dims.top_k),
         ("ONE_TOKEN", one_token), ("TOKENS", rows), ("WARPS", WARPS), ("BLOCKS", blocks),
-        ("STAGES", stages), ("STAGE_VECTORS", STAGE_VECTORS[dims.kind]),
+        ("STAGES", stages), ("TURNS", turns), ("STAGE_VECTORS", STAGE_VECTORS[dims.kind]),
         ("HIDDEN_SHARED", int(is_shared)), ("HAS_RANK", int(has_rank)),
         ("IS_PARTIAL", int(is_partial)), ("IS_SLICE", int(is_partial and not has_rank)),
         ("IS_CHUNK", int(is_chunk)), ("ROUTE_SCALE", f"{route_scale}f"),
@@ -284,7 +295,7 @@ def moe(
             grid=(blocks, 1, 1),
             block=(WARPS * 32, 1, 1),
             params=(*common, Int32(first)),
-            smem_bytes=experts_bytes(dims, rows, stages, blocks, own_scores=own),
+            smem_bytes=experts_bytes(dims, rows, stages, blocks, turns, own_scores=own),
         )
         for first in range(0, num_tokens, MAX_TOKENS)
     ]

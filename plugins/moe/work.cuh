@@ -23,7 +23,7 @@ static_assert(SLICE % STAGE_VECTORS == 0 && PART % SLICE == 0, "whole stages, wh
 static_assert(SLICES <= WARPS, "a warp for each slice");
 static_assert(OWN_EXPERTS <= THREADS, "a thread for each expert");
 
-// Shared tiles between two barriers: so many at once, so often.
+// Shared tiles between two barriers: so many at once, TURNS times.
 constexpr int TILES_AT_ONCE = WARPS / SLICES;
 // With the other one ptxas spills.
 #if SHARE_ROWS
@@ -41,7 +41,6 @@ constexpr int MOST_SHARED = TILES_AT_ONCE * (WARPS * 5 / 6);
 constexpr int MOST_EXPERTS = TOKENS * TOP_K < OWN_EXPERTS ? TOKENS * TOP_K : OWN_EXPERTS;
 constexpr int MOST_TILES = (MOST_EXPERTS * EXPERT_TILES + BLOCKS - 1) / BLOCKS;
 constexpr bool HAS_OWN = MOST_TILES > MOST_SHARED || MOST_TILES >= WARPS;
-constexpr int TURNS = !ONE_TOKEN ? 1 : MOST_TILES < 8 ? MOST_TILES : 8;
 constexpr int ROUND_TILES = TURNS * TILES_AT_ONCE;
 // One token's sums of a round that is the only one need no second place.
 constexpr int SUM_BUFFERS = ONE_TOKEN && MOST_TILES <= ROUND_TILES ? 1 : 2;
