@@ -14,7 +14,9 @@ from inkrt.errors import BuildError
 from inkrt.plugins.moe.packing import Format
 from inkrt.plugins.moe.sizes import MoeDims
 from inkrt.plugins.moe.tactics import (
+    MIX_BYTES,
     REGISTERS_BESIDE,
+    REGISTERS_BESIDE_MIX,
     ROUTER_REGISTERS,
     SM_BYTES,
     moe,
@@ -119,6 +121,18 @@ def test_one_tokens_blocks_fit_beside_each_other(dims: MoeDims, kind: Format) ->
     assert router.smem_bytes + experts.smem_bytes + 2048 <= SM_BYTES
     registers = router.block[0] * ROUTER_REGISTERS + experts.block[0] * REGISTERS_BESIDE
     assert registers <= 65536
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dims", [SLICE, WHOLE, NARROW, replace(SLICE, width=1152)])
+def test_its_own_router_leaves_room_for_the_next_kernel(dims: MoeDims, kind: Format) -> None:
+    found = [t for t in all_tactics(replace(dims, kind=kind), 1) if "one_beside" in t.name]
+    ((experts,),) = (tactic.kernels for tactic in found)
+    mix_threads, mix_registers = 128, 120
+    assert experts.smem_bytes + 1024 + MIX_BYTES <= SM_BYTES
+    registers = experts.block[0] * REGISTERS_BESIDE_MIX + mix_threads * mix_registers
+    assert registers <= 65536
+    assert dict(experts.defines)["REGISTERS"] == REGISTERS_BESIDE_MIX
 
 
 def in_flight(kernel: KernelLaunch) -> int:
