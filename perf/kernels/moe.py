@@ -1,30 +1,54 @@
 """Times of the kernels of `moe` at the sizes of Inkling-2, each beside its floor. Needs an H200.
 
-    python perf/kernels/moe.py [--formats nvfp4 mxfp8 bf16] [--tokens 1 2 4 8] [--tp 4 2]
+    python perf/kernels/moe.py [--formats nvfp4 mxfp8 bf16] [--tokens 1 2 4 8] [--tp 4 2] [--phases]
 
 A line is a graph of launches with programmatic edges, each on other tokens, so that experts come
-from device memory; router weights rotate. Floors are the bytes of the experts that these tokens
-chose over 4.55 TB/s.
+from device memory; router weights rotate. "spaced" is the same with a launch of nine small blocks
+in front of each, beside which a router's weights can come as they do in a step; the first line says
+what such launches take alone. It is the figure by which one and two launches are to be compared.
+Floors are the bytes of the experts that these tokens chose over 4.55 TB/s. `--phases` adds where a
+block of the experts is when, behind its wait: the median over blocks and the latest, of clocks that
+kernels of the same code with TRACE write in the last launch of a chain. They take a little longer.
+"scores here" is when they are only where the experts' launch is its own router, which has no times
+of its own then (0).
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from w4a16_backend import Buffer, bind
 from w4a16_gpu import Gpu, cubin, time_graph
 
 from inkrt.plugins.moe.packing import VECTOR_BYTES, Format, num_bytes
-from inkrt.plugins.moe.tactics import MoeDims, beside, moe
-from inkrt.plugins.tactic import Tactic
+from inkrt.plugins.moe.sizes import MoeDims
+from inkrt.plugins.moe.tactics import moe, variants
+from inkrt.plugins.tactic import KernelLaunch, Output, Scratch, Tactic
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4608, 2304, 384, 8
 LAUNCHES = 16
 BYTES_PER_US = 4.55e6
 RANK = 1
+# Events of experts.cu, as its MARKs number them; all but the barriers are those of the first warp.
+PHASES = (
+    "ready", "waited", "scores here", "routed", "requested", "z here", "gate/up done", "met",
+    "hidden here", "down done", "block done", "out",
+)  # fmt: skip
+SPACER = KernelLaunch(
+    source=Path(__file__).parent / "spacer.cu",
+    entry="spacer",
+    defines=(),
+    grid=(9, 1, 1),
+    block=(128, 1, 1),
+    params=(Output(0),),
+    smem_bytes=0,
+)
+CLOCKS_PER_US = 1800.0  # of an H200 whose tensor cores work
 
 
 def dims_of(kind: Format, split: str, tp_size: int) -> MoeDims:
@@ -51,10 +75,22 @@ def tactics_of(dims: MoeDims, num_tokens: int) -> list[Tactic]:
             up_cap=25.0,
             is_partial=True,
             has_rank=dims.own_experts < dims.experts,
-            is_beside=is_beside,
+            variant=variant,
         )
-        for is_beside in beside(num_tokens)
+        for variant in variants(dims, num_tokens)
     ]
+
+
+def traced(tactic: Tactic) -> Tactic:
+    """The same with clocks in the scratch `trace`, [block][event]."""
+    *router, experts = tactic.kernels
+    trace = Scratch("trace", experts.grid[0] * len(PHASES) * 8, fill=0)
+    defines = (*experts.defines, ("TRACE", len(PHASES)))
+    experts = replace(experts, defines=defines, params=(*experts.params, trace))
+    return replace(tactic, kernels=(*router, experts))
+
+
+Launches = list[Callable[[], None]]
 
 
 class Layer:
@@ -63,6 +99,7 @@ class Layer:
     def __init__(self, gpu: Gpu, dims: MoeDims) -> None:
         torch.manual_seed(1)
         self.gpu, self.dims = gpu, dims
+        self.spacer = gpu.prepare(SPACER, [gpu.buffer(torch.zeros(9, device="cuda"))])
         self.x = [torch.randn(8, HIDDEN, device="cuda").bfloat16() for _ in range(LAUNCHES)]
         weight = torch.randn(EXPERTS, HIDDEN, device="cuda") * HIDDEN**-0.5
         self.routers = [weight.clone() for _ in range(LAUNCHES)]
@@ -97,11 +134,39 @@ class Layer:
             counts.append(len(chosen & set(range(first, first + self.dims.own_experts))))
         return sum(counts) / len(counts)
 
-    def times(self, tactic: Tactic) -> tuple[float, float, float]:
-        """Microseconds of a launch of both kernels, of the router and of the experts."""
+    def phases(self, tactic: Tactic) -> str:
+        """When the experts' blocks are where, in us behind their wait: "event median (latest)"."""
+        chain, _, _, scratch = self._chain(traced(tactic))
+        _time(chain, replays=3)
+        stamps = self.gpu.download(scratch["trace"]).view("int64").reshape(-1, len(PHASES))
+        behind = (stamps - stamps[:, 1:2]) / CLOCKS_PER_US
+        median, latest = np.median(behind, axis=0), behind.max(axis=0)
+        return ", ".join(
+            f"{name} {median[i]:.1f} ({latest[i]:.1f})" for i, name in enumerate(PHASES)
+        )
+
+    def times(self, tactic: Tactic) -> tuple[float, float, float, float]:
+        """Microseconds of all kernels, spaced and not, of the router (if any) and the experts."""
+        chain, router, experts, scratch = self._chain(tactic)
+        per_launch = len(chain) // LAUNCHES
+        spaced = [
+            launch
+            for first in range(0, len(chain), per_launch)
+            for launch in (self.spacer, *chain[first : first + per_launch])
+        ]
+        alone = (_time(router), _time(experts)) if router else (0.0, 0.0)
+        result = _time(spaced), _time(chain), *alone
+        if self.gpu.download(scratch["error"]).any():
+            sys.exit(f"{tactic.name}: a kernel gave up waiting")
+        return result
+
+    def _chain(self, tactic: Tactic) -> tuple[Launches, Launches, Launches, dict[str, Buffer]]:
+        """Launches as they follow each other, of the router, of the experts, and their scratch."""
         out = self.gpu.buffer(torch.empty(8, HIDDEN, device="cuda"))
         common: dict[str, Buffer] = {}
-        router, experts = [], []
+        chain: Launches = []
+        router: Launches = []
+        experts: Launches = []
         for number in range(LAUNCHES):
             arguments = {
                 **self.weights,
@@ -111,24 +176,23 @@ class Layer:
             scratch = {name: buffer for name, buffer in common.items() if name != "scores"}
             bound = bind(self.gpu, tactic, arguments, [out], scratch)
             common = scratch
-            first, second = (self.gpu.prepare(b.kernel, b.values) for b in bound)
-            router.append(first)
-            experts.append(second)
-        for launch in router:
+            launches = [self.gpu.prepare(b.kernel, b.values) for b in bound]
+            chain += launches
+            router += launches[:-1]
+            experts.append(launches[-1])
+        for launch in chain:  # so that there are scores
+            launch()
+        return chain, router, experts, common
+
+
+def _time(launches: Launches, replays: int = 20) -> float:
+    """Microseconds of one of LAUNCHES."""
+
+    def body() -> None:
+        for launch in launches:
             launch()
 
-        def time(launches: list) -> float:  # type: ignore[type-arg]
-            def body() -> None:
-                for launch in launches:
-                    launch()
-
-            return time_graph(body, replays=20) / LAUNCHES
-
-        both = [launch for pair in zip(router, experts, strict=True) for launch in pair]
-        result = time(both), time(router), time(experts)
-        if self.gpu.download(common["error"]).any():
-            sys.exit("a kernel gave up waiting")
-        return result
+    return time_graph(body, replays=replays) / LAUNCHES
 
 
 def main() -> None:
@@ -138,6 +202,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--tp", nargs="+", type=int, default=[4, 2])
     parser.add_argument("--splits", nargs="+", default=["width", "experts"])
+    parser.add_argument("--phases", action="store_true")
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/ink-cubins"))
     args = parser.parse_args()
     gpu = Gpu(args.cubins)
@@ -147,13 +212,18 @@ def main() -> None:
         for dims in ranks
         for num_tokens in args.tokens
         for tactic in tactics_of(dims, num_tokens)
-        for kernel in tactic.kernels
+        for kernel in tactic.kernels + (traced(tactic).kernels[-1:] if args.phases else ())
     ]
     distinct = list({(k.source, k.defines): replace(k) for k in kernels}.values())
     cubin(args.cubins, distinct[0])  # imports cuda.core, which threads must not do at once
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda kernel: cubin(args.cubins, kernel), distinct[1:]))
-    _say("format tp split   T  experts    MB |  moe us  floor |  router  floor | experts  floor")
+    _say(
+        "format tp split   T  experts    MB | spaced  moe us  floor |"
+        "  router  floor | experts  floor"
+    )
+    spacer = gpu.prepare(SPACER, [gpu.buffer(torch.zeros(9, device="cuda"))])
+    _say(f"a launch of nine blocks: {_time([spacer] * LAUNCHES):.2f} us")
     router_floor = EXPERTS * HIDDEN * 4 / BYTES_PER_US
     for dims in ranks:
         layer = Layer(gpu, dims)
@@ -164,13 +234,15 @@ def main() -> None:
             size = chosen * dims.expert_bytes
             floor = size / BYTES_PER_US
             for tactic in tactics_of(dims, num_tokens):
-                both, router, experts = layer.times(tactic)
+                spaced, both, router, experts = layer.times(tactic)
                 _say(
                     f"{dims.kind:6} {tp_size:2} {split:7} {num_tokens} {chosen:8.1f}"
-                    f" {size / 1e6:5.0f} | {both:7.1f} {floor + router_floor:6.1f} |"
+                    f" {size / 1e6:5.0f} | {spaced:6.1f} {both:7.1f} {floor + router_floor:6.1f} |"
                     f" {router:7.2f} {router_floor:6.2f} | {experts:7.1f} {floor:6.1f}"
                     f"  {tactic.name}"
                 )
+                if args.phases:
+                    _say(f"    {layer.phases(tactic)}")
         del layer
         torch.cuda.empty_cache()
 

@@ -46,9 +46,13 @@ def rows_of(arguments: Mapping[str, Any], first: int, last: int) -> Arguments:
 
 
 def run_on(
-    backend: Backend, tactic: Tactic, arguments: Mapping[str, Any], times: int = 1
+    backend: Backend,
+    tactic: Tactic,
+    arguments: Mapping[str, Any],
+    times: int = 1,
+    scratch: dict[str, Buffer] | None = None,
 ) -> Tensor:
-    """What the kernels write, after `times` launches in the same scratch.
+    """What the kernels write, after `times` launches in the same scratch: a new one, or `scratch`.
 
     Raises:
         RuntimeError: a kernel gave up waiting.
@@ -62,7 +66,7 @@ def run_on(
     dtype = torch.float32 if arguments["partial"] else torch.bfloat16
     shape = tensors["x"].shape
     out = empty(backend, shape.numel() * dtype.itemsize)
-    scratch: dict[str, Buffer] = {}
+    scratch = {} if scratch is None else scratch
     for _ in range(times):
         run(backend, tactic, buffers, [out], scratch)
     if backend.download(scratch["error"]).any():

@@ -109,6 +109,7 @@ def cases() -> list[Case]:
         make("T1_mxfp8_rank_of_4", 1, 64, 32, 16, 2, partial=True, rank=3, num_ranks=4,
              form="mxfp8"),
         make("T6_same_experts", 6, 128, 32, 12, 8, bias=10.0),
+        make("T1_wide", 1, 4608, 32, 12, 4, form="nvfp4"),
         make("T3_wide", 3, 4608, 32, 9, 4, form="nvfp4"),
         make("T1_many_experts", 1, 64, 16, 384, 8),
         make("T4_many_experts", 4, 64, 16, 384, 8, form="nvfp4"),

@@ -5,7 +5,7 @@
 // The sum of a row's products has one order, whatever T is: thread i has k = 4 i .. 4 i + 3 of each
 // 4 THREADS, lanes add up as a butterfly, and warps one after the other. Few registers and threads,
 // so that with one token a block of the experts has room beside it.
-#include "w4a16/w4a16.cuh"
+#include "router_sums.cuh"
 
 constexpr int THREADS = NUM_THREADS, WARPS = THREADS / 32;
 constexpr int PIECES = (HIDDEN / 4 + THREADS - 1) / THREADS;
@@ -18,22 +18,6 @@ struct Shared {
   float sums[WARPS][SUMS];
   u64 bar;
 };
-
-// Lane 4 t .. 4 t + 3 gets the sum over lanes of value t of eight. The order is that of `warp_sum`.
-INK_DEVICE float lane_sums(float (&v)[MAX_TOKENS], int lane) {
-#pragma unroll
-  for (int half = 4, o = 16; half; half >>= 1, o >>= 1) {
-    const bool upper = lane & o;
-#pragma unroll
-    for (int i = 0; i < MAX_TOKENS / 2; i++) {
-      if (i >= half) break;
-      const float keep = upper ? v[i + half] : v[i], give = upper ? v[i] : v[i + half];
-      v[i] = keep + __shfl_xor_sync(INK_FULL_WARP, give, o);
-    }
-  }
-  v[0] += __shfl_xor_sync(INK_FULL_WARP, v[0], 2);
-  return v[0] + __shfl_xor_sync(INK_FULL_WARP, v[0], 1);
-}
 
 extern "C" __global__ void __maxnreg__(REGISTERS)
     moe_router(const bf16* x, const float* weight, float* scores, int* error, int num_rows) {

@@ -4,42 +4,77 @@
 #define INK_MOE_STAGES_CUH
 #include "weights.cuh"
 
-// All lanes call `request_first` COUNT times, then, for each stage in order, `wait`, use what it
-// gives, and `request` the one COUNT stages later.
-template <int COUNT, int BYTES>
+// num_bytes of device memory, a multiple of 16; 0 for a stage that is empty.
+struct Source {
+  const u8* from;
+  u32 num_bytes;
+};
+
+// All lanes call `begin`, then, for each stage in order, `wait`, use what it gives, and `request`,
+// which fills the same place with the stage COUNT later. Work: `source(n)` is where stage n comes
+// from; lane l finds that of every 32nd stage from l on, all lanes at once, so that a request is a
+// few instructions. MANY: of more than 32 stages. BULK: all stages come by bulk copies, which the
+// lane asks for that knows the stage; else only the first ones do, as for cp.async every lane must
+// ask, which takes longer.
+template <int COUNT, int BYTES, bool BULK, bool MANY, class Work>
 struct Stages {
+  static_assert(COUNT <= 32, "a lane for each of the first stages");
   u8* memory;  // of this warp, shared, COUNT * BYTES
   u64* first;  // COUNT barriers of one arrival, initialized
   int lane;
-  int to_fill = 0, to_use = 0, num_first = 0;  // num_first: first stages that have been used
+  const Work& work;
+  Source held = {nullptr, 0};
+  int holder = COUNT;  // the lane that knows the next stage to be requested
+  int number = 0;      // of the 32 stages that lanes know now, the first one's
+  int current = 0, num_first = 0;  // num_first: first stages that have been used
+  u32 parity = 0;
 
-  // source: of num_bytes in device memory; 0 bytes where no more is to come. The first stages come
-  // by bulk copies: for cp.async every lane must ask, which takes longer.
-  INK_DEVICE void request_first(const u8* source, int num_bytes) {
-    if (lane == 0) {
-      mbar_expect(first + to_fill, num_bytes);
-      if (num_bytes) bulk_load(memory + to_fill * BYTES, source, num_bytes, first + to_fill);
-    }
-    advance(to_fill);
-    copy_async_commit();
-  }
-  INK_DEVICE void request(const u8* source, int num_bytes) {
-    __syncwarp();  // all lanes are done with the stage
-    u8* const stage = memory + to_fill * BYTES;
-#pragma unroll
-    for (int i = 0; i < BYTES; i += 512)
-      if (i + lane * 16 < num_bytes) copy_async16(stage + i + lane * 16, source + i + lane * 16);
-    advance(to_fill);
-    copy_async_commit();
+  INK_DEVICE void begin() {
+    held = work.source(lane);
+    if (lane < COUNT) load(lane);
+    if (!BULK)
+      for (int i = 0; i < COUNT; i++) copy_async_commit();
   }
   INK_DEVICE const u8* wait(int* error) {
-    if (num_first < COUNT) mbar_wait(first + num_first++, 0, error);
-    copy_async_wait_but<COUNT - 1>();
+    if (BULK) {
+      mbar_wait(first + current, parity, error);
+    } else {
+      if (num_first < COUNT) mbar_wait(first + num_first++, 0, error);
+      copy_async_wait_but<COUNT - 1>();
+    }
     __syncwarp();
-    const u8* const stage = memory + to_use * BYTES;
-    advance(to_use);
-    return stage;
+    return memory + current * BYTES;
   }
-  INK_DEVICE static void advance(int& stage) { stage = stage + 1 == COUNT ? 0 : stage + 1; }
+  INK_DEVICE void request() {
+    __syncwarp();  // all lanes are done with the stage
+    if (MANY && holder == 32) {
+      number += 32;
+      held = work.source(number + lane);
+      holder = 0;
+    }
+    if (BULK) {
+      if (lane == holder) load(current);
+    } else {
+      const u64 from = __shfl_sync(INK_FULL_WARP, (u64)held.from, holder) + lane * 16;
+      const int num_bytes = (int)__shfl_sync(INK_FULL_WARP, held.num_bytes, holder) - lane * 16;
+      u8* const stage = memory + current * BYTES + lane * 16;
+#pragma unroll
+      for (int i = 0; i < BYTES; i += 512)
+        if (i < num_bytes) copy_async16(stage + i, (const u8*)from + i);
+      copy_async_commit();
+    }
+    holder++;
+    current++;
+    if (current == COUNT) {
+      current = 0;
+      parity ^= 1;
+    }
+  }
+  // One lane.
+  INK_DEVICE void load(int place) {
+    mbar_expect(first + place, held.num_bytes);
+    if (held.num_bytes)
+      bulk_load(memory + place * BYTES, held.from, held.num_bytes, first + place);
+  }
 };
 #endif  // INK_MOE_STAGES_CUH

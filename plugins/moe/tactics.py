@@ -1,4 +1,4 @@
-"""How `moe` runs on a GPU: router.cu, then experts.cu for every eight tokens."""
+"""How `moe` runs on a GPU: router.cu, then experts.cu for every eight tokens, or that alone."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -7,7 +7,22 @@ from pathlib import Path
 import torch
 
 from inkrt.errors import BuildError
-from inkrt.plugins.moe.packing import VECTOR_BYTES, VECTOR_K, Format, num_vectors, packing
+from inkrt.plugins.moe.packing import VECTOR_K, Format, num_vectors, packing
+from inkrt.plugins.moe.sizes import (
+    MOST_HIDDEN_BYTES,
+    MOST_ROUTER_ROWS,
+    PART_VECTORS,
+    SLICE_VECTORS,
+    STAGE_VECTORS,
+    WARPS,
+    MoeDims,
+    experts_bytes,
+    hidden_bytes,
+    most_block_tiles,
+    own_router_rows,
+    router_bytes,
+    router_threads,
+)
 from inkrt.plugins.tactic import (
     GPU_TARGETS,
     CallArgs,
@@ -22,55 +37,18 @@ from inkrt.plugins.tactic import (
     number_arg,
     tensor_arg,
 )
-from inkrt.plugins.w4a16.shapes import MAX_SMEM, MAX_TOKENS, MULTIPROCESSORS, struct_bytes
+from inkrt.plugins.w4a16.shapes import MAX_SMEM, MAX_TOKENS, MULTIPROCESSORS
 
 _FOLDER = Path(__file__).parent
 _FORMATS: dict[Format, int] = {"nvfp4": 0, "bf16": 1, "mxfp8": 2}
 
-WARPS = 24
-SLICE_VECTORS, PART_VECTORS = 3, 9  # as in experts.cu
-# Vectors of a stage: what gives about two kilobytes or one vector.
-STAGE_VECTORS: dict[Format, int] = {"nvfp4": 3, "bf16": 1, "mxfp8": 1}
 MOST_STAGES = 8
-# Activations of all experts up to this size stand in shared memory in the second part.
-MOST_HIDDEN_BYTES = 80 * 1024
-MOST_ROUTER_ROWS = 4
 # Of a multiprocessor; a block takes 1024 bytes more than it asks for.
 SM_BYTES = 228 * 1024
-# Of a thread. Beside each other: 192 x 40 + 768 x 72 of 65536 registers.
+# Of a thread. Beside each other: 192 x 40 + 768 x 72 of 65536 registers; or, where there is no
+# router, 768 x 64 + 128 x 120 of an `allreduce_conv_mix`, which takes some KB.
 ROUTER_REGISTERS, REGISTERS_BESIDE, REGISTERS = 40, 72, 80
-
-
-@dataclass(frozen=True, slots=True)
-class MoeDims:
-    """Sizes of a mixture of experts on one rank.
-
-    Attributes:
-        hidden: D, a multiple of 64 up to 4608.
-        width: F, of an expert on this rank, a multiple of 16 (MXFP8: 32).
-        experts: E, at most 512.
-        own_experts: L, experts of this rank.
-        top_k: at most 8.
-        kind: of weights.
-    """
-
-    hidden: int
-    width: int
-    experts: int
-    own_experts: int
-    top_k: int
-    kind: Format
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's weights on this rank, padding included."""
-        vectors = self.width // 8 * num_vectors(self.hidden)
-        vectors += self.hidden // 16 * num_vectors(self.width)
-        return vectors * VECTOR_BYTES[self.kind]
-
-    def distinct(self, num_tokens: int) -> float:
-        """Expected number of this rank's experts that a step reads, of independent choices."""
-        return self.own_experts * (1 - (1 - self.top_k / self.experts) ** num_tokens)
+REGISTERS_BESIDE_MIX, MIX_BYTES = 64, 16 * 1024
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
@@ -102,22 +80,100 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             up_cap=number_arg(args, "up_softcap"),
             is_partial=bool(args["partial"]),
             has_rank=args["rank"] is not None,
-            is_beside=is_beside,
+            variant=variant,
         )
-        for is_beside in beside(num_tokens)
+        for variant in variants(dims, num_tokens)
     ]
 
 
-def beside(num_tokens: int) -> tuple[bool, ...]:
-    """Values of `is_beside` for `moe`; bits are the same. Best guess first."""
-    return (True, False) if num_tokens == 1 else (False,)
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to run the experts; bits are the same.
+
+    Attributes:
+        is_beside: a block leaves room for the router's, or, if it is its own, for one of what comes
+            before and next; else it has more weights on their way. Of one token only.
+        by_words: blocks wait for each other's activations themselves, not at a counter. Only where
+            activations stand in shared memory.
+        by_bulk: all weights come by bulk copies, not the first stages only.
+        share_rows: row tiles that do not go round all blocks are shared by all. Of several tokens
+            by words, where one warp has an expert's whole K.
+        own_scores: the launch of the experts is its own router, so there is one launch. Of up to
+            eight tokens by words.
+    """
+
+    is_beside: bool
+    by_words: bool
+    by_bulk: bool
+    share_rows: bool = False
+    own_scores: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the tactic."""
+        parts = {
+            "one": self.own_scores, "beside": self.is_beside, "words": self.by_words,
+            "bulk": self.by_bulk, "rows": self.share_rows,
+        }  # fmt: skip
+        return "_".join(["moe", *(part for part, is_so in parts.items() if is_so)])
+
+
+def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
+    """What `moe` takes for these sizes, the way of the measurements in docs/inkling2.md first."""
+    is_shared = hidden_bytes(dims, min(num_tokens, MAX_TOKENS)) <= MOST_HIDDEN_BYTES
+    blocks, row_tiles = num_blocks(dims), dims.hidden // 16
+    can_share = (
+        is_shared
+        and num_tokens > 1
+        and num_vectors(dims.width) <= PART_VECTORS
+        and row_tiles > blocks
+        and row_tiles % blocks > 0
+    )
+    can_score = (
+        is_shared
+        and num_tokens <= MAX_TOKENS
+        and dims.experts % 4 == 0
+        and own_router_rows(dims) * blocks >= dims.experts
+    )
+    return [
+        *(
+            Variant(is_beside=is_beside, by_words=by_words, by_bulk=by_bulk)
+            for by_words in ((False, True) if is_shared else (False,))
+            for is_beside in ((True, False) if num_tokens == 1 else (False,))
+            for by_bulk in (False, True)
+        ),
+        *(
+            Variant(is_beside=False, by_words=True, by_bulk=by_bulk, share_rows=True)
+            for by_bulk in (False, True)
+            if can_share
+        ),
+        *(
+            Variant(
+                is_beside=is_beside,
+                by_words=True,
+                by_bulk=True,
+                share_rows=share_rows,
+                own_scores=True,
+            )
+            for is_beside in ((True, False) if num_tokens == 1 else (False,))
+            for share_rows in ((False, True) if can_share else (False,))
+            if can_score
+        ),
+    ]
+
+
+def num_blocks(dims: MoeDims) -> int:
+    """Blocks of experts.cu."""
+    return min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
 
 
 def moe(
     dims: MoeDims, num_tokens: int, *, route_scale: float, gate_cap: float, up_cap: float,
-    is_partial: bool, has_rank: bool, is_beside: bool,
+    is_partial: bool, has_rank: bool, variant: Variant,
 ) -> Tactic:  # fmt: skip
     """Router and experts; parameters are the arguments of the operator `moe`.
+
+    The first launch is the router's, unless the variant has none.
 
     Args:
         dims: sizes.
@@ -128,8 +184,7 @@ def moe(
         up_cap: up_softcap.
         is_partial: the result is this rank's part, float32.
         has_rank: whether the rank holds whole experts.
-        is_beside: a block of the experts leaves room for the router's, and for one of what comes
-            next; else it has more weights on their way. Of one token only.
+        variant: one of `variants`.
 
     Raises:
         BuildError: sizes that the kernels do not take.
@@ -159,26 +214,61 @@ def moe(
         ),
         smem_bytes=router_smem,
     )  # fmt: skip
-    blocks = min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
+    blocks = num_blocks(dims)
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
-    room = SM_BYTES - 2048 - router_smem if is_beside else MAX_SMEM
-    fitting = [n for n in range(2, MOST_STAGES + 1) if experts_bytes(dims, rows, n, blocks) <= room]
-    stages = max(fitting, default=0)
+    own = variant.own_scores
+    room = MAX_SMEM
+    if variant.is_beside:
+        room = SM_BYTES - 2048 - (MIX_BYTES if own else router_smem)
+
+    def most_stages(turns: int) -> int:
+        return max(
+            (
+                n
+                for n in range(2, MOST_STAGES + 1)
+                if experts_bytes(dims, rows, n, blocks, turns, own_scores=own) <= room
+            ),
+            default=0,
+        )
+
+    # Tiles that are shared between two barriers: what costs no stage, of one token all that it can.
+    turns = min(8, most_block_tiles(dims, 1, blocks)) if num_tokens == 1 else 2
+    if num_tokens > 1 and most_stages(turns) < most_stages(1):
+        turns = 1
+    stages = most_stages(turns)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
     is_nvfp4 = dims.kind == "nvfp4"
-    registers = REGISTERS_BESIDE if is_beside else REGISTERS
+    registers = REGISTERS
+    if variant.is_beside:
+        registers = REGISTERS_BESIDE_MIX if own else REGISTERS_BESIDE
+    meeting: tuple[Scratch, ...] = (
+        Scratch("hidden", rows * dims.top_k * dims.width * 2),
+        Scratch("arrivals", 8, fill=0),
+    )
+    if variant.by_words:
+        meeting = (
+            Scratch("exchange", 2 * rows * dims.top_k * dims.width * 2, fill=0xFF),
+            Scratch("turns", 4 * blocks, fill=0),
+        )
+    if variant.share_rows:
+        left = dims.hidden // 16 % blocks
+        size = 2 * left * MAX_TOKENS * dims.top_k * 16 * 4
+        meeting = (*meeting, Scratch("parts", size, fill=0xFF))
     common: tuple[Param, ...] = (
         Pointer("x"),
-        scores,
+        *(
+            (Pointer("router_weight"), Scratch("words", 2 * rows * dims.experts * 4, fill=0xFF))
+            if own
+            else (scores,)
+        ),
         Pointer("router_bias"),
         Pointer("rank") if has_rank else Pointer("x"),
         Pointer("gate_up"),
         Pointer("gate_up_global_scale" if is_nvfp4 else "x"),
         Pointer("down"),
         Pointer("down_global_scale" if is_nvfp4 else "x"),
-        Scratch("hidden", rows * dims.top_k * dims.width * 2),
+        *meeting,
         Output(0),
-        Scratch("arrivals", 8, fill=0),
         Scratch("error", 4, fill=0),
         *((InputPointer("num_tokens"),) if is_chunk else ()),
         Int32(num_tokens),
@@ -187,12 +277,15 @@ def moe(
         ("FORMAT", _FORMATS[dims.kind]), ("HIDDEN", dims.hidden), ("WIDTH", dims.width),
         ("EXPERTS", dims.experts), ("OWN_EXPERTS", dims.own_experts), ("TOP_K", dims.top_k),
         ("ONE_TOKEN", one_token), ("TOKENS", rows), ("WARPS", WARPS), ("BLOCKS", blocks),
-        ("STAGES", stages), ("STAGE_VECTORS", STAGE_VECTORS[dims.kind]),
+        ("STAGES", stages), ("TURNS", turns), ("STAGE_VECTORS", STAGE_VECTORS[dims.kind]),
         ("HIDDEN_SHARED", int(is_shared)), ("HAS_RANK", int(has_rank)),
         ("IS_PARTIAL", int(is_partial)), ("IS_SLICE", int(is_partial and not has_rank)),
         ("IS_CHUNK", int(is_chunk)), ("ROUTE_SCALE", f"{route_scale}f"),
         ("GATE_CAP", f"{gate_cap}f"), ("UP_CAP", f"{up_cap}f"), ("TRIGGER", 1),
-        ("REGISTERS", registers),
+        ("REGISTERS", registers), ("BY_WORDS", int(variant.by_words)),
+        ("BY_BULK", int(variant.by_bulk)), ("SHARE_ROWS", int(variant.share_rows)),
+        ("OWN_SCORES", int(own)),
+        ("ROUTER_ROWS", own_router_rows(dims)), ("ROUTER_THREADS", router_threads(dims.hidden)),
     )  # fmt: skip
     experts = [
         KernelLaunch(
@@ -202,15 +295,15 @@ def moe(
             grid=(blocks, 1, 1),
             block=(WARPS * 32, 1, 1),
             params=(*common, Int32(first)),
-            smem_bytes=experts_bytes(dims, rows, stages, blocks),
+            smem_bytes=experts_bytes(dims, rows, stages, blocks, turns, own_scores=own),
         )
         for first in range(0, num_tokens, MAX_TOKENS)
     ]
     router_size = dims.experts * dims.hidden * 4
     out_bytes = 4 if is_partial else 2
     return Tactic(
-        name="moe_beside" if is_beside else "moe",
-        kernels=(router, *experts),
+        name=variant.name,
+        kernels=(*experts,) if own else (router, *experts),
         bytes=ceil(dims.distinct(num_tokens) * dims.expert_bytes)
         + router_size
         + num_tokens * dims.hidden * (2 + out_bytes),
@@ -221,51 +314,6 @@ def moe(
             packing(dims.kind, "down", "down_scales", "plain"),
         ),
     )  # fmt: skip
-
-
-def router_threads(hidden: int) -> int:
-    """Threads of a block of router.cu: up to six pieces of four values for each."""
-    return -(-hidden // (4 * 6 * 32)) * 32
-
-
-def router_bytes(dims: MoeDims, rows: int, num_tokens: int) -> int:
-    """`Shared` of router.cu, of `rows` experts a block."""
-    sums = rows * (1 if num_tokens == 1 else MAX_TOKENS)
-    return struct_bytes(
-        (rows * dims.hidden * 4, 128), (router_threads(dims.hidden) // 32 * sums * 4, 4), (8, 8)
-    )
-
-
-def hidden_bytes(dims: MoeDims, rows: int) -> int:
-    """Activations of all experts that `rows` tokens choose, in padded rows."""
-    return rows * dims.top_k * (num_vectors(dims.width) * VECTOR_K + 8) * 2
-
-
-def experts_bytes(dims: MoeDims, rows: int, stages: int, blocks: int) -> int:
-    """`Shared` of experts.cu."""
-    columns = 1 if rows == 1 else MAX_TOKENS
-    turns = 8 if rows == 1 else 1
-    slots = MAX_TOKENS * dims.top_k
-    words = -(-dims.own_experts // 32)
-    parts = -(-num_vectors(dims.width) // PART_VECTORS)
-    row_tiles = -(-(dims.hidden // 16) // blocks)
-    partial = row_tiles * columns * dims.top_k * parts * 64
-    in_shared = hidden_bytes(dims, rows)
-    is_shared = in_shared <= MOST_HIDDEN_BYTES
-    z = columns * (dims.hidden + 8) * 2
-    sums = 2 * turns * WARPS * 64 * columns
-    route = struct_bytes(
-        (3 * slots * 4, 4), (words * 4, 4), (4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
-        (MAX_TOKENS, 1),
-    )  # fmt: skip
-    stage = STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
-    return struct_bytes(
-        (WARPS * stages * stage, 128),
-        (max(z, in_shared if is_shared else partial), 16),
-        (max(sums, partial if is_shared else 0), 16),
-        (route, 4),
-        (WARPS * stages * 8, 8),
-    )
 
 
 def _check(dims: MoeDims) -> None:

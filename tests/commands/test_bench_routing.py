@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.pack import PackedTensor
 from inkrt.commands.bench_routing import launch_routing, step_routing, summary
-from inkrt.plugins.moe.tactics import MoeDims, moe
+from inkrt.plugins.moe.sizes import MoeDims
+from inkrt.plugins.moe.tactics import Variant, moe
 from inkrt.plugins.router.op import router
 from inkrt.plugins.router_top_k.op import router_top_k
 from inkrt.runtime.executor import Sampling, StepInput
@@ -82,7 +83,7 @@ def moe_plan(rank: int | None, num_own: int) -> tuple[Memory, Plan, set[int]]:
         memory.pack(ref, num_bytes)
     tactic = moe(
         dims, TOKENS, route_scale=8.0, gate_cap=4.0, up_cap=25.0, is_partial=rank is not None,
-        has_rank=rank is not None, is_beside=False,
+        has_rank=rank is not None, variant=Variant(is_beside=False, by_words=False, by_bulk=False),
     )  # fmt: skip
     launches = (
         Launch("rms_norm", "t", {}, (), "", 10),

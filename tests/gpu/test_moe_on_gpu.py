@@ -34,8 +34,10 @@ def test_near_the_reference(name: str, device) -> None:
 def test_bits_do_not_depend_on_the_width(name: str, device) -> None:
     arguments = arguments_of(CASES[name])
     num_rows = len(arguments["x"])
-    (whole,) = tactics_of(arguments)
+    whole, *others = tactics_of(arguments)
     together = run_on(device, whole, arguments)
+    for tactic in others:
+        assert torch.equal(run_on(device, tactic, arguments), together)
     for first, last in ((0, 1), (1, 3), (0, num_rows - 1), (num_rows - 1, num_rows)):
         some = rows_of(arguments, first, last)
         for tactic in tactics_of(some):

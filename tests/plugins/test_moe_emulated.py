@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,11 +51,30 @@ def test_bits_depend_on_neither_the_width_nor_blocks(
     monkeypatch.setattr(tactics, "MULTIPROCESSORS", FEW)
     arguments = arguments_of(CASES[name])
     num_rows = len(arguments["x"])
-    (whole,) = tactics_of(arguments)
+    whole, *others = tactics_of(arguments)
     together = run_on(Emulator(folder), whole, arguments)
+    for tactic in others:
+        assert torch.equal(run_on(Emulator(folder), tactic, arguments), together)
     for number, (first, last) in enumerate([(0, 1), (1, 3), (num_rows - 1, num_rows)]):
-        monkeypatch.setattr(tactics, "MULTIPROCESSORS", 1 + 3 * number)
+        monkeypatch.setattr(tactics, "MULTIPROCESSORS", (1, 4, 12)[number])
         some = rows_of(arguments, first, last)
         for tactic in tactics_of(some):
             got = run_on(Emulator(folder, reverse=True), tactic, some)
             assert torch.equal(got, together[first:last])
+
+
+@pytest.mark.parametrize("name", ["T2_nvfp4_kernel", "T1_like_nano", "T8_like_nano"])
+def test_a_launch_takes_nothing_from_those_before(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations and scores that are their own flags, in slots that are used again."""
+    monkeypatch.setattr(tactics, "MULTIPROCESSORS", FEW)
+    arguments = arguments_of(CASES[name])
+    inputs = [arguments["x"] * factor for factor in (1, -2, 3, 0.5, -1)]
+    emulator = Emulator(folder)
+    for tactic in tactics_of(arguments):
+        scratch: dict[str, Any] = {}
+        for x in inputs:
+            some = {**arguments, "x": x}
+            got = run_on(emulator, tactic, some, scratch=scratch)
+            assert torch.equal(got, run_on(emulator, tactic, some))

@@ -12,13 +12,15 @@ from cubin import resources
 from inkrt.builder.compile import compile_cubin
 from inkrt.errors import BuildError
 from inkrt.plugins.moe.packing import Format
+from inkrt.plugins.moe.sizes import MoeDims
 from inkrt.plugins.moe.tactics import (
+    MIX_BYTES,
     REGISTERS_BESIDE,
+    REGISTERS_BESIDE_MIX,
     ROUTER_REGISTERS,
     SM_BYTES,
-    MoeDims,
-    beside,
     moe,
+    variants,
 )
 from inkrt.plugins.tactic import KernelLaunch, Scratch, Tactic
 from inkrt.plugins.w4a16.shapes import MAX_SMEM
@@ -31,12 +33,19 @@ NANO = MoeDims(hidden=256, width=64, experts=8, own_experts=8, top_k=2, kind="bf
 FORMATS: tuple[Format, ...] = ("nvfp4", "mxfp8", "bf16")
 
 
-def tactic(dims: MoeDims, num_tokens: int) -> Tactic:
+def all_tactics(dims: MoeDims, num_tokens: int) -> list[Tactic]:
     has_rank = dims.own_experts < dims.experts
-    return moe(
-        dims, num_tokens, route_scale=8.0, gate_cap=4.0, up_cap=25.0,
-        is_partial=dims is not NANO, has_rank=has_rank, is_beside=beside(num_tokens)[0],
-    )  # fmt: skip
+    return [
+        moe(
+            dims, num_tokens, route_scale=8.0, gate_cap=4.0, up_cap=25.0,
+            is_partial=dims is not NANO, has_rank=has_rank, variant=variant,
+        )
+        for variant in variants(dims, num_tokens)
+    ]  # fmt: skip
+
+
+def tactic(dims: MoeDims, num_tokens: int) -> Tactic:
+    return all_tactics(dims, num_tokens)[0]
 
 
 @pytest.mark.slow
@@ -51,7 +60,8 @@ def tactic(dims: MoeDims, num_tokens: int) -> Tactic:
     ids=lambda dims: f"{dims.kind}_{dims.width}",
 )
 def test_nothing_spills(dims: MoeDims, num_tokens: int) -> None:
-    for kernel in tactic(dims, num_tokens).kernels:
+    tactics = all_tactics(dims, num_tokens)
+    for kernel in [tactics[0].kernels[0], *(tactic.kernels[-1] for tactic in tactics)]:
         found = resources(compile_cubin(kernel.source, kernel.defines, "sm_90a"))
         assert found["stack"] == 0
         threads = kernel.block[0]
@@ -59,8 +69,10 @@ def test_nothing_spills(dims: MoeDims, num_tokens: int) -> None:
 
 
 @pytest.mark.slow
-def test_they_compile_for_blackwell() -> None:
-    for kernel in tactic(NANO, 8).kernels[:2]:
+@pytest.mark.parametrize("num_tokens", [1, 8])
+def test_they_compile_for_blackwell(num_tokens: int) -> None:
+    tactics = all_tactics(NANO, num_tokens)
+    for kernel in [tactics[0].kernels[0], *(tactic.kernels[-1] for tactic in tactics)]:
         assert resources(compile_cubin(kernel.source, kernel.defines, "sm_100a"))["registers"] > 0
 
 
@@ -72,7 +84,9 @@ def test_nothing_of_the_own_launch_is_touched_before_the_wait(
     monkeypatch.syspath_prepend("tests/builder")
     from ptx import compile_ptx, touched_before_wait
 
-    for kernel in tactic(NANO, num_tokens).kernels[:2]:
+    tactics = all_tactics(NANO, num_tokens)
+    experts = [tactic.kernels[0 if "one" in tactic.name else 1] for tactic in tactics]
+    for kernel in [tactics[0].kernels[0], *experts]:
         own = {
             number
             for number, param in enumerate(kernel.params)
@@ -91,12 +105,13 @@ def test_nothing_of_the_own_launch_is_touched_before_the_wait(
 def test_all_widths_fit_and_blocks_are_resident_at_once(
     dims: MoeDims, kind: Format, num_tokens: int
 ) -> None:
-    router, experts = tactic(replace(dims, kind=kind), num_tokens).kernels
-    assert experts.grid[0] == 132
-    assert experts.smem_bytes <= MAX_SMEM
-    assert router.grid[0] * 3 >= dims.experts
-    # What a block has on its way: about twice what the latency of the memory asks for.
-    assert in_flight(experts) > 60_000
+    for tactic in all_tactics(replace(dims, kind=kind), num_tokens):
+        *router, experts = tactic.kernels
+        assert experts.grid[0] == 132
+        assert experts.smem_bytes <= MAX_SMEM
+        assert all(kernel.grid[0] * 3 >= dims.experts for kernel in router)
+        # What a block has on its way: about twice what the latency of the memory asks for.
+        assert in_flight(experts) > 60_000
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -108,10 +123,29 @@ def test_one_tokens_blocks_fit_beside_each_other(dims: MoeDims, kind: Format) ->
     assert registers <= 65536
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dims", [SLICE, WHOLE, NARROW, replace(SLICE, width=1152)])
+def test_its_own_router_leaves_room_for_the_next_kernel(dims: MoeDims, kind: Format) -> None:
+    found = [t for t in all_tactics(replace(dims, kind=kind), 1) if "one_beside" in t.name]
+    ((experts,),) = (tactic.kernels for tactic in found)
+    mix_threads, mix_registers = 128, 120
+    assert experts.smem_bytes + 1024 + MIX_BYTES <= SM_BYTES
+    registers = experts.block[0] * REGISTERS_BESIDE_MIX + mix_threads * mix_registers
+    assert registers <= 65536
+    assert dict(experts.defines)["REGISTERS"] == REGISTERS_BESIDE_MIX
+
+
 def in_flight(kernel: KernelLaunch) -> int:
     defines: dict[str, Any] = dict(kernel.defines)
     vector = (576, 2048, 1056)[defines["FORMAT"]]
     return int(defines["WARPS"] * defines["STAGES"] * defines["STAGE_VECTORS"] * vector)
+
+
+def test_the_first_tactic_is_the_one_that_was_measured() -> None:
+    assert [tactic(SLICE, num_tokens).name for num_tokens in (1, 8)] == ["moe_beside", "moe"]
+    names = [tactic.name for tactic in all_tactics(SLICE, 1)]
+    assert len(set(names)) == len(names)
+    assert "moe_one_words_bulk" in names
 
 
 def test_bytes_are_those_of_the_experts_that_are_read() -> None:

@@ -1,0 +1,114 @@
+"""Sizes of the kernels of `moe`: threads, rows of a block, shared memory."""
+
+from dataclasses import dataclass
+
+from inkrt.plugins.moe.packing import VECTOR_BYTES, VECTOR_K, Format, num_vectors
+from inkrt.plugins.w4a16.shapes import MAX_TOKENS, struct_bytes
+
+WARPS = 24
+SLICE_VECTORS, PART_VECTORS = 3, 9  # as in experts.cu
+# Vectors of a stage: what gives about two kilobytes or one vector.
+STAGE_VECTORS: dict[Format, int] = {"nvfp4": 3, "bf16": 1, "mxfp8": 1}
+# Activations of all experts up to this size stand in shared memory in the second part.
+MOST_HIDDEN_BYTES = 80 * 1024
+MOST_ROUTER_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MoeDims:
+    """Sizes of a mixture of experts on one rank.
+
+    Attributes:
+        hidden: D, a multiple of 64 up to 4608.
+        width: F, of an expert on this rank, a multiple of 16 (MXFP8: 32).
+        experts: E, at most 512.
+        own_experts: L, experts of this rank.
+        top_k: at most 8.
+        kind: of weights.
+    """
+
+    hidden: int
+    width: int
+    experts: int
+    own_experts: int
+    top_k: int
+    kind: Format
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights on this rank, padding included."""
+        vectors = self.width // 8 * num_vectors(self.hidden)
+        vectors += self.hidden // 16 * num_vectors(self.width)
+        return vectors * VECTOR_BYTES[self.kind]
+
+    def distinct(self, num_tokens: int) -> float:
+        """Expected number of this rank's experts that a step reads, of independent choices."""
+        return self.own_experts * (1 - (1 - self.top_k / self.experts) ** num_tokens)
+
+
+def router_threads(hidden: int) -> int:
+    """Threads of a block of router.cu: up to six pieces of four values for each."""
+    return -(-hidden // (4 * 6 * 32)) * 32
+
+
+def own_router_rows(dims: MoeDims) -> int:
+    """Experts of a block of experts.cu that is its own router: as many as threads, at most four."""
+    return min(WARPS * 32 // router_threads(dims.hidden), MOST_ROUTER_ROWS)
+
+
+def router_bytes(dims: MoeDims, rows: int, num_tokens: int) -> int:
+    """`Shared` of router.cu, of `rows` experts a block."""
+    sums = rows * (1 if num_tokens == 1 else MAX_TOKENS)
+    return struct_bytes(
+        (rows * dims.hidden * 4, 128), (router_threads(dims.hidden) // 32 * sums * 4, 4), (8, 8)
+    )
+
+
+def hidden_bytes(dims: MoeDims, rows: int) -> int:
+    """Activations of all experts that `rows` tokens choose, in padded rows."""
+    return rows * dims.top_k * (num_vectors(dims.width) * VECTOR_K + 8) * 2
+
+
+def most_block_tiles(dims: MoeDims, rows: int, blocks: int) -> int:
+    """Gate/up tiles that a block of experts.cu can have."""
+    return -(-min(rows * dims.top_k, dims.own_experts) * (dims.width // 8) // blocks)
+
+
+def experts_bytes(
+    dims: MoeDims, rows: int, stages: int, blocks: int, turns: int, *, own_scores: bool = False
+) -> int:
+    """`Shared` of experts.cu."""
+    columns = 1 if rows == 1 else MAX_TOKENS
+    most_tiles = most_block_tiles(dims, rows, blocks)
+    slots = MAX_TOKENS * dims.top_k
+    words = -(-dims.own_experts // 32)
+    parts = -(-num_vectors(dims.width) // PART_VECTORS)
+    row_tiles = -(-(dims.hidden // 16) // blocks)
+    partial = row_tiles * columns * dims.top_k * parts * 64
+    in_shared = hidden_bytes(dims, rows)
+    is_shared = in_shared <= MOST_HIDDEN_BYTES
+    z = rows * (dims.hidden + 8) * 2
+    at_once = turns * (WARPS // -(-num_vectors(dims.hidden) // SLICE_VECTORS))
+    buffers = 1 if rows == 1 and most_tiles <= at_once else 2
+    sums = buffers * turns * WARPS * 64 * columns
+    route = struct_bytes(
+        (3 * slots * 4, 4), (words * 4, 4), (4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
+        (MAX_TOKENS, 1),
+    )  # fmt: skip
+    count = -(-dims.experts // 32) * dims.top_k
+    candidates = struct_bytes(
+        (count * 4, 4), (count * 2, 2), (dims.top_k * 2, 2), (dims.own_experts * 8, 4)
+    )
+    if rows > 1:
+        candidates = 0
+    scores = rows * own_router_rows(dims) * router_threads(dims.hidden) // 32 * 4
+    stage = STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
+    return struct_bytes(
+        (WARPS * stages * stage, 128),
+        (max(z, in_shared if is_shared else partial), 16),
+        (max(sums, partial if is_shared else 0), 16),
+        (route, 4),
+        (candidates, 4),
+        (WARPS * stages * 8, 8),
+        (struct_bytes((scores, 4), (8, 8)) if own_scores else 0, 8),
+    )
