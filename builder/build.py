@@ -48,6 +48,7 @@ from inkrt.plugins.registry import plugins
 from inkrt.plugins.tactic import BLACKWELL
 from inkrt.runtime.engine_file import (
     CONFIG_NAME,
+    DRAFT_STEP,
     FORMAT,
     FORMAT_VERSION,
     TOKENIZER_FILES,
@@ -286,6 +287,8 @@ def _engine_code(
     if target.compiler:
         # What closes a step that feeds itself belongs to the executor, not to an operator.
         cubins["advance"] = compile_cubin(PLUGIN_FOLDER / "advance.cu", (), target.name)
+        if DRAFT_STEP in plans:
+            cubins["round"] = compile_cubin(PLUGIN_FOLDER / "round" / "round.cu", (), target.name)
     if options.weights == "real":
         return EngineCode(plans, cubins)
     dummies = dummy_weights(tensors)

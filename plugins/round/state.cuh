@@ -2,8 +2,8 @@
 // `runtime/executor/round_state.py` mirrors it field by field; plain structs, so that host code and
 // CPU tests compile it too.
 //
-// The graph of a round, one block of a warp each:
-//   begin_round(RoundState*, int* tokens, int* num_tokens, const int* position, RoundRecord* ring,
+// The graph of a round; these kernels are one block of one warp each:
+//   begin_round(RoundState*, int* num_tokens, const int* position, RoundRecord* ring,
 //               const int* error, handle draft, handle width)
 //   IF(draft)      the plan of the draft step, then
 //                  choose_width(RoundState*, const int* drafts, const float* confidences,
@@ -11,8 +11,9 @@
 //   SWITCH(width)  the plan of a row step, the ratio test if `rule` asks for it, then
 //                  commit_round(RoundState*, const int* drawn, int* tokens, int* position,
 //                               RoundRecord* ring, const int* error)
-// Pointers to `ring` are null on ranks above 0, `confidences` for drafters without. Both handles
-// are assigned at each launch: 0 to `draft`, a value above all cases to `width`.
+// `ring` is null on ranks above 0, `confidences` where the drafter has none. Both handles are
+// assigned a default at each launch: 0 to `draft`, a value above all cases to `width`. The first
+// kernel needs no programmatic edge; the others may have one.
 #ifndef INK_ROUND_STATE_CUH
 #define INK_ROUND_STATE_CUH
 
@@ -53,11 +54,11 @@ struct RoundState {
   unsigned long long seed;    // of the request; RULE_FORCED draws with it
   PolicyState policy_state;
   // Within a round.
-  int room;             // drafts that fit
+  int room;             // drafts that there is room for
   int width, drafted;   // drafts that are verified, both
   int proposed;         // drafts that there were
   int accepted, token;  // RULE_PROBABILISTIC: what the ratio test says of `width` drafts, if any
-  int costs_at;         // index of the round's context
+  double seconds[kMaxDrafts + 1];  // POLICY_COST: the row of `rounds` for the round's context
 };
 
 // In pinned host memory, a ring by round number; rank 0 writes it.

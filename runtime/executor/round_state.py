@@ -87,7 +87,7 @@ ROUND_STATE = np.dtype(
         ("proposed", np.int32),
         ("accepted", np.int32),
         ("token", np.int32),
-        ("costs_at", np.int32),
+        ("seconds", np.float64, MAX_DRAFTS + 1),
     ],
     align=True,
 )

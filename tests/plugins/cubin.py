@@ -4,7 +4,7 @@ import struct
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread and bytes of its stack, of a cubin with one kernel.
+    """Registers of a thread and bytes of its stack; of several kernels, the most.
 
     A cubin is an ELF file. Its section .nv.info is a list of (format, attribute, size) and payload;
     the payloads of interest are two words: symbol, value. Spilled registers stand on the stack.
@@ -25,7 +25,8 @@ def resources(cubin: bytes) -> dict[str, int]:
             if kind == 4:
                 if attribute in attributes:
                     _, value = struct.unpack_from("<II", cubin, position)
-                    found[attributes[attribute]] = value
+                    name_of = attributes[attribute]
+                    found[name_of] = max(found.get(name_of, 0), value)
                 position += length
     return found
 
@@ -41,3 +42,20 @@ def code_bytes(cubin: bytes) -> int:
         if cubin[start:].startswith(b".text."):
             size += length
     return size
+
+
+def missing_functions(cubin: bytes) -> set[str]:
+    """Names of functions that a cubin calls and does not have."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    _, count, _ = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQII", cubin, table + i * 64) for i in range(count)]
+    found = set()
+    for _, kind, _, _, offset, size, link, _ in headers:
+        if kind != 2:  # a table of symbols
+            continue
+        for at in range(offset, offset + size, 24):
+            name, info, _, section = struct.unpack_from("<IBBH", cubin, at)
+            if info & 15 == 2 and section == 0:
+                start = headers[link][4] + name
+                found.add(cubin[start : cubin.index(b"\0", start)].decode())
+    return found

@@ -8,6 +8,7 @@
 #pragma once
 #define INK_DEVICE_CUH
 #define INK_PEER_CUH
+#define INK_ROUND_GRAPH_CUH
 #include <sched.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -294,6 +295,16 @@ static inline u32 __reduce_max_sync(u32, u32 v) {
   for (int i = 0; i < 32; i++) best = max(best, (u32)all[i][0]);
   return best;
 }
+static inline u32 __ballot_sync(u32, bool yes) {
+  const u32 mine = yes;
+  auto all = emu::exchange(&mine, 1);
+  u32 bits = 0;
+  for (int i = 0; i < 32; i++) bits |= (u32)all[i][0] << i;
+  return bits;
+}
+static inline int __ffs(u32 v) {
+  return __builtin_ffs((int)v);
+}
 static inline int __popc(u32 v) {
   return __builtin_popcount(v);
 }
@@ -329,6 +340,18 @@ static inline float __fadd_rn(float a, float b) {
 }
 static inline float __fsub_rn(float a, float b) {
   return a - b;
+}
+static inline double __dmul_rn(double a, double b) {
+  return a * b;
+}
+static inline double __dadd_rn(double a, double b) {
+  return a + b;
+}
+static inline double __ddiv_rn(double a, double b) {
+  return a / b;
+}
+static inline double __longlong_as_double(long long v) {
+  return emu::as<double>((u64)v);
 }
 static inline u32 atomicOr(u32* p, u32 v) {
   const u32 old = *p;
