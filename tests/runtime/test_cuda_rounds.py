@@ -180,6 +180,7 @@ class FakeRank:
         self.device = SimpleNamespace(create_graph_builder=lambda: FakeBuilder([]))
         self.rounds = RankRounds(self, 400)  # type: ignore[arg-type]
         self.is_idle = False
+        self.ring = np.zeros(1, np.uint64)
 
     def add_plan(self, builder: FakeBuilder, plan: Plan) -> None:
         assert builder.is_building
