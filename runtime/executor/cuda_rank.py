@@ -87,6 +87,12 @@ class CudaRank:
         if ROUND_CODE in self.modules and DRAFT_STEP in self.plans:
             self.rounds = RankRounds(self, self._vocab_size)
 
+    @property
+    def round_graph(self) -> Any:
+        """The graph of a round."""
+        assert self.rounds is not None, "the engine has no rounds"
+        return self.rounds.graph
+
     def enter(self) -> None:
         """Make the context current in the calling thread; calls may come from several in turn."""
         self.check(self.driver.cuCtxSetCurrent(self.context))

@@ -117,6 +117,22 @@ class RoundDevice(Protocol):
         """
 
 
+def is_for_device(settings: RoundSettings, rules: frozenset[DeviceRule]) -> bool:
+    """Whether a device that accepts drafts by these rules can run such rounds."""
+    policy, most = settings.policy, settings.most
+    can_choose = isinstance(policy, FixedWidth | ConfidenceThreshold)
+    if isinstance(policy, CostAware) and (costs := policy.on_device) is not None:
+        can_choose = len(costs.contexts) <= MAX_CONTEXTS and all(
+            len(of_context.rounds) == most + 1 for of_context in costs.costs
+        )
+    return (
+        can_choose
+        and settings.rule in rules
+        and most <= MAX_DRAFTS
+        and len(settings.stop_ids) <= MAX_STOP_IDS
+    )
+
+
 @dataclass(slots=True)
 class _Chain:
     """Queued rounds that feed each other.
@@ -174,18 +190,7 @@ class RoundQueue:
 
     def takes(self, settings: RoundSettings) -> bool:
         """Whether the device can run such rounds."""
-        policy, most = settings.policy, settings.most
-        can_choose = isinstance(policy, FixedWidth | ConfidenceThreshold)
-        if isinstance(policy, CostAware) and (costs := policy.on_device) is not None:
-            can_choose = len(costs.contexts) <= MAX_CONTEXTS and all(
-                len(of_context.rounds) == most + 1 for of_context in costs.costs
-            )
-        return (
-            can_choose
-            and settings.rule in self.rules
-            and most <= MAX_DRAFTS
-            and len(settings.stop_ids) <= MAX_STOP_IDS
-        )
+        return is_for_device(settings, self.rules)
 
     def run(self, given: RoundInput, num_ahead: int) -> RoundRecord:
         """Run a round, or take its record if it has run ahead.

@@ -128,8 +128,8 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
             return f"times of {widths} widths, not of {config.widest_verify}"
         if (self.draft_s is None) != (config.draft is None):
             return "times of a draft step are where there is none, or the other way round"
-        if self.round_s is not None and len(self.round_s[0]) != widths + 1:
-            return f"rounds of {len(self.round_s[0]) - 1} widths, not of {widths}"
+        if self.round_s is not None and len(self.round_s[0]) != most_drafted(config) + 2:
+            return f"rounds of {len(self.round_s[0]) - 1} widths, not of {most_drafted(config) + 1}"
         return None
 
     def _problem(self) -> str | None:
@@ -150,6 +150,11 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
         if min(min(column) for column in columns) <= 0:
             return "times that are not above 0"
         return None
+
+
+def most_drafted(config: EngineConfig) -> int:
+    """Most drafts of a round with the engine's own drafter; 0 without one."""
+    return min(config.draft.block_size, config.widest_verify - 1) if config.draft else 0
 
 
 def engine_hash(config: EngineConfig) -> str:

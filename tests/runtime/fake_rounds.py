@@ -50,7 +50,7 @@ class DraftingExecutor(FakeExecutor):
         super().__init__(config)
         self.device = FakeRoundDevice(self)
         if on_device:
-            self.rounds = RoundQueue(self.device, frozenset({"coupled"}))
+            self.rounds = RoundQueue(self.device, frozenset({"coupled", "forced"}))
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         if step != DRAFT_STEP:
@@ -162,10 +162,15 @@ class FakeRoundDevice:
             drafts = output.tokens.tolist()[:room]
             proposed = len(drafts)
             confidences = None if output.confidences is None else output.confidences.tolist()
+            if self.settings.forced:
+                confidences = list(self.settings.forced)
             drafts = drafts[: self.policy.choose(confidences, proposed, position)]
         drawn = self.executor.round_of(self.step, drafts)
         accepted = 0
-        while accepted < len(drafts) and drafts[accepted] == drawn[accepted]:
+        forced = self.settings.forced
+        while accepted < len(drafts) and (
+            forced[accepted] == 1 if forced else drafts[accepted] == drawn[accepted]
+        ):
             accepted += 1
         if drafts:
             self.policy.observe(len(drafts), accepted)
