@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(32)
   }
   if (lane == 0) {
     state->room = room;
-    state->width = state->drafted = state->proposed = 0;
+    state->width = state->proposed = 0;
     *num_tokens = 1;
     if (is_plain)
       set_conditional(width_handle, state->case_of_width[0]);
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(32)
   }
   if (lane < width) tokens[1 + lane] = draft;
   if (lane == 0) {
-    state->width = state->drafted = width;
+    state->width = width;
     state->proposed = proposed;
     *num_tokens = 1 + width;
   }

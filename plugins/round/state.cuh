@@ -55,7 +55,7 @@ struct RoundState {
   PolicyState policy_state;
   // Within a round.
   int room;             // drafts that there is room for
-  int width, drafted;   // drafts that are verified, both
+  int width;            // drafts that are verified
   int proposed;         // drafts that there were
   int accepted, token;  // RULE_PROBABILISTIC: what the ratio test says of `width` drafts, if any
   double seconds[kMaxDrafts + 1];  // POLICY_COST: the row of `rounds` for the round's context

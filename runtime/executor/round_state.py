@@ -83,7 +83,6 @@ ROUND_STATE = np.dtype(
         ("policy_state", POLICY_STATE),
         ("room", np.int32),
         ("width", np.int32),
-        ("drafted", np.int32),
         ("proposed", np.int32),
         ("accepted", np.int32),
         ("token", np.int32),
