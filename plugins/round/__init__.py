@@ -1,0 +1,1 @@
+"""Kernels of a round of speculative decoding that belong to the executor, not to an operator."""
