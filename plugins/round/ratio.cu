@@ -115,14 +115,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   double sum = 0;
   if (is_finite(largest)) {
     if (is_filtered) floor = find_floor(row, largest, k, p, least_p);
-    for_quads(row.part, [&](int i, int) {
+    const int count = min(PART_QUADS, QUADS - row.part * PART_QUADS);
+#pragma unroll 1  // short code: it is met for the first time in every round
+    for (int i = thread; i < count; i += THREADS) {
       const uint4 keys = sm.sample.keys[i];
+      if (max(max(keys.x, keys.y), max(keys.z, keys.w)) < floor) continue;
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const u32 key = word_of(keys, j);
-        if (key >= floor) sum += weight_of(value_of(key), largest);
+        sum += key >= floor ? weight_of(value_of(key), largest) : 0.0;
       }
-    });
+    }
   }
   sum = warp_sum_double(sum);
   if (thread % 32 == 0) sm.sums[thread / 32] = sum;
@@ -251,28 +254,14 @@ struct Loading {
   }
 };
 
-// What P p has more than q, of the tokens of a quad.
-INK_DEVICE void excess_of_quad(double (&excess)[4], const TestShared& sm, int i, int quad,
-                               int place, double share, bool is_whole) {
-  const uint4 p_keys = sm.keys[place][i];
-  const uint4 q_keys = is_whole ? p_keys : sm.keys[TARGET_ROWS + place][i];
-  const Distribution& p = sm.rows[place];
-  const Distribution& q = sm.rows[is_whole ? place : TARGET_ROWS + place];
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const int token = quad * 4 + j;
-    const double own = p.probability(word_of(p_keys, j), token);
-    excess[j] = is_whole || own == 0
-                    ? own
-                    : fmax(share * own - q.probability(word_of(q_keys, j), token), 0.0);
-  }
-}
-
-// This thread's quads of the block, and their tokens; past the vocabulary p is 0.
-template <class F>
-INK_DEVICE void for_test_quads(F f) {
-  const int first = (int)blockIdx.x * kTestQuads;
-  for (int i = threadIdx.x; i < kTestQuads && first + i < QUADS; i += THREADS) f(i, first + i);
+// What P p has more than q of the block's token i, or p itself. `place`: drafts in front of it.
+INK_DEVICE double excess_of(const TestShared& sm, int i, int place, double share, bool is_whole) {
+  const int token = (int)blockIdx.x * kTestPlaces + i;
+  const u32* p_keys = (const u32*)sm.keys[place];
+  const double p = sm.rows[place].probability(p_keys[i], token);
+  if (is_whole || p == 0) return p;
+  const u32* q_keys = (const u32*)sm.keys[TARGET_ROWS + place];
+  return fmax(share * p - sm.rows[TARGET_ROWS + place].probability(q_keys[i], token), 0.0);
 }
 
 // drafts: of the step's tokens those behind the anchor. The verdict goes to `state`, which nothing
@@ -302,17 +291,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   Loading loading;
   loading.width = width;
-  loading.load(0, p_logits, q_logits);
-  // Meanwhile, the rows' distributions.
-  for (int i = warp; i < loading.num_rows(); i += WARPS) {
-    const int r = loading.row_of(i);
-    const Distribution row = combine(rows, r);
-    if (lane == 0) sm.rows[r] = row;
-  }
-  loading.keep(0, sm, scale);
 #pragma unroll 1
-  for (int i = Loading::kAtOnce; i < loading.num_rows(); i += Loading::kAtOnce) {
+  for (int i = 0; i < loading.num_rows(); i += Loading::kAtOnce) {
     loading.load(i, p_logits, q_logits);
+#pragma unroll 1
+    for (int j = warp; i == 0 && j < loading.num_rows(); j += WARPS) {  // meanwhile
+      const int r = loading.row_of(j);
+      const Distribution row = combine(rows, r);
+      if (lane == 0) sm.rows[r] = row;
+    }
     loading.keep(i, sm, scale);
   }
   __syncthreads();
@@ -336,12 +323,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
   for (int place = 0; place < width; place++) {
     double sum = 0;
-    for_test_quads([&](int i, int quad) {
-      double excess[4];
-      excess_of_quad(excess, sm, i, quad, place, sm.shares[place], false);
-#pragma unroll
-      for (int j = 0; j < 4; j++) sum += excess[j];
-    });
+#pragma unroll 1
+    for (int i = thread; i < kTestPlaces; i += THREADS)
+      sum += excess_of(sm, i, place, sm.shares[place], false);
     sum = warp_sum_double(sum);
     if (lane == 0) sm.sums[place][warp] = sum;
   }
@@ -393,16 +377,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const bool is_whole = accepted == width || sm.rests[accepted] <= 0;
 
   Drawn best = {0, 0x7FFFFFFF, 0};
-  for_test_quads([&](int i, int quad) {
-    double weights[4];
-    excess_of_quad(weights, sm, i, quad, accepted, sm.shares[accepted], is_whole);
-    if (fmax(fmax(weights[0], weights[1]), fmax(weights[2], weights[3])) == 0) return;
-    const uint4 bits = round_bits(seed, anchor + accepted + 1, kPurposeResidual, anchor, quad);
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (weights[j] > 0)
-        best.keep(order_of(log(weights[j]) + (double)gumbel(word_of(bits, j))), quad * 4 + j);
-  });
+  const int first = block * kTestPlaces;
+#pragma unroll 1
+  for (int i = thread; i < kTestPlaces; i += THREADS) {
+    const double weight = excess_of(sm, i, accepted, sm.shares[accepted], is_whole);
+    if (weight <= 0) continue;
+    const int token = first + i;
+    const uint4 bits = round_bits(seed, anchor + accepted + 1, kPurposeResidual, anchor, token / 4);
+    const u32 low = token & 1 ? bits.y : bits.x, high = token & 1 ? bits.w : bits.z;
+    best.keep(order_of(log(weight) + (double)gumbel(token & 2 ? high : low)), token);
+  }
   best.keep_best_of_warp();
   if (lane == 0) sm.drawn[warp] = best;
   __syncthreads();
