@@ -264,5 +264,3 @@ def check_blocks(judge: Judge, count: int, report: Report, seed: int = 0) -> Non
                 report(f"{name}: R", bool(error < 1e-12), f"off by {error:.2g}")
         except RuntimeError as failure:
             report(name, False, str(failure))
-
-

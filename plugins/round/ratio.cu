@@ -162,11 +162,9 @@ struct Drawn {
     if (other > score || (other == score && its_token < token)) score = other, token = its_token;
   }
   INK_DEVICE void keep_best_of_warp() {
-#pragma unroll
-    for (int o = 16; o; o >>= 1) {
-      const u64 other = __shfl_xor_sync(INK_FULL_WARP, score, o);
-      keep(other, __shfl_xor_sync(INK_FULL_WARP, token, o));
-    }
+    const u64 best = warp_max_u64(score);
+    token = (int)~__reduce_max_sync(INK_FULL_WARP, score == best ? ~(u32)token : 0u);
+    score = best;
   }
 };
 struct TestShared {
@@ -312,6 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     double share = 1;
     if (lane == 0) sm.shares[0] = 1;
+#pragma unroll 1
     for (int i = 0; i < width; i++) {
       share = fmin(1.0, share * __shfl_sync(INK_FULL_WARP, ratio, i));
       if (lane == 0) sm.shares[i + 1] = share;
@@ -370,9 +369,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     if (coin < limit) accepted = lane + 1;
   }
-#pragma unroll
-  for (int o = 16; o; o >>= 1)
-    accepted = max(accepted, __shfl_xor_sync(INK_FULL_WARP, accepted, o));
+  accepted = (int)__reduce_max_sync(INK_FULL_WARP, (u32)accepted);
   // Where rounding leaves nothing, p and q are equal up to rounding.
   const bool is_whole = accepted == width || sm.rests[accepted] <= 0;
 
