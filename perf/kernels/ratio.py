@@ -42,7 +42,7 @@ def _check(options: argparse.Namespace) -> int:
             _emit({"check": name, "ok": ok, "detail": detail})
 
     for vocab, num_rows in CHECKED:
-        check_blocks(Judge(gpu, vocab, num_rows), 84 if vocab > 2000 else 840, report)
+        check_blocks(Judge(gpu, vocab, num_rows), 91 if vocab > 2000 else 910, report)
         _emit({"checks": f"ratio V={vocab} n={num_rows}", "failed": failed, "total": total})
     return failed
 

@@ -51,6 +51,7 @@ FILTERS: dict[str, Sampling] = {
     "top_p": Sampling(temperature=1.0, top_p=0.9),
     "top_p tiny": Sampling(temperature=1.0, top_p=1e-6),
     "top_k top_p": Sampling(temperature=1.5, top_k=20, top_p=0.8),
+    "far": Sampling(temperature=0.02, top_k=60, top_p=0.99),
     "all": Sampling(temperature=1.3, top_k=50, top_p=0.9, min_p=0.02),
 }
 KINDS = ("near", "same", "unrelated", "disjoint", "ties", "holes", "certain")

@@ -20,6 +20,7 @@ from inkrt.plugins.w4a16.shapes import (
 _SOURCE = Path(__file__).parent / "ratio.cu"
 _MOST_ROWS, _MOST_VOCAB = 8, 2**18 - 1  # more tokens would overflow a sum of probabilities
 _THREADS = 512
+_LISTED = 256  # keys of a part near a threshold, `kListed` of ratio.cu
 
 
 def ratio_test(
@@ -75,7 +76,7 @@ def ratio_test(
     assert 1 <= parts <= MULTIPROCESSORS // rows, parts
     assert 1 <= blocks <= MULTIPROCESSORS, blocks
     warps, widths = threads // 32, max(num_drafts, 1)
-    rows_smem = struct_bytes((sample_bytes(vocab, parts, threads), 16), (warps * 8, 8))
+    rows_smem = struct_bytes((sample_bytes(vocab, parts, threads), 16), (warps * 8, 8), (16, 4))
     test_smem = struct_bytes(
         (rows * -(-quads // blocks) * 16, 16),
         (rows * 24, 8),
@@ -98,6 +99,7 @@ def ratio_test(
     )
     known: dict[str, Param] = {
         "rows": Scratch("rows", struct_bytes((rows * parts * 16, 8), (rows * 4, 4))),
+        "lists": Scratch("lists", rows * parts * (1 + _LISTED) * 4),
         "exchange": Scratch("exchange", sample_exchange_bytes(rows), fill=0),
         "arrivals": Scratch("arrivals", (widths * 8 + 16) * blocks + 8, fill=0),
         "error": Scratch("error", 4, fill=0),
@@ -122,7 +124,7 @@ def ratio_test(
             "ratio_rows",
             rows * parts,
             rows_smem,
-            "p_logits q_logits state temperature top_k top_p min_p rows exchange error",
+            "p_logits q_logits state temperature top_k top_p min_p rows lists exchange error",
         ),
         kernel(
             "ratio_test",

@@ -32,7 +32,7 @@ def test_verdicts_are_those_of_the_host(backend, num_rows):
         if not ok:
             failed.append(f"{name}: {detail}")
 
-    check_blocks(Judge(backend, VOCAB, num_rows, 7), 84, report)
+    check_blocks(Judge(backend, VOCAB, num_rows, 7), 91, report)
     assert failed == []
     assert count > 8
 
