@@ -20,6 +20,7 @@ from inkrt.plugins.w4a16.shapes import (
 _SOURCE = Path(__file__).parent / "ratio.cu"
 _MOST_ROWS, _MOST_VOCAB = 8, 2**18 - 1  # more tokens would overflow a sum of probabilities
 _THREADS = 512
+_TABLE = 128 * 8  # bytes of `Exponential`
 _LISTED = 256  # keys of a part near a threshold, `kListed` of ratio.cu
 
 
@@ -76,12 +77,14 @@ def ratio_test(
     assert 1 <= parts <= MULTIPROCESSORS // rows, parts
     assert 1 <= blocks <= MULTIPROCESSORS, blocks
     warps, widths = threads // 32, max(num_drafts, 1)
-    rows_smem = struct_bytes((sample_bytes(vocab, parts, threads), 16), (warps * 8, 8), (16, 4))
+    rows_smem = struct_bytes(
+        (sample_bytes(vocab, parts, threads), 16), (warps * 8 + _TABLE, 8), (16, 4)
+    )
     test_smem = struct_bytes(
         (rows * -(-quads // blocks) * 16, 16),
         (rows * 24, 8),
         ((widths + 1 + widths + widths * warps) * 8, 8),
-        (warps * 16, 8),
+        (_TABLE + warps * 16, 8),
         (8, 4),
     )
     for entry, num_bytes in (("ratio_rows", rows_smem), ("ratio_test", test_smem)):

@@ -5,25 +5,15 @@
 //   ratio_rows   PARTS blocks a row: the row's filters, by the code of w4a16/sample.cu, and its
 //                parts' sums of exp(scaled - max). Parts wait for each other only with filters.
 //   ratio_test   BLOCKS blocks, each with the same tokens of all rows: the ratios P_i, sums R_i of
-//                what P_i p has more than q, which all blocks wait for; then each decides for itself,
-//                and together they draw the token behind the accepted drafts.
+//                what P_i p has more than q, which all blocks wait for; then each decides for
+//                itself, and together they draw the token behind the accepted drafts.
 //
 // Sums are float64 and added in an order that depends on the launch alone, so ranks that read the
 // same logits decide the same. Where a row's largest logit is not finite the row is certain of it.
 //
 // A step's logits are of the drafts it has read: width in the state is at most DRAFT_ROWS.
-#include "ratio.cuh"
+#include "threshold.cuh"
 
-constexpr u32 kListed = 256, kRanked = 1024;  // candidates of a part, and of a row
-struct RowsShared {
-  Shared sample;
-  double sums[WARPS];
-  u32 listed, ranked, is_full, unused;
-};
-// What the parts of a row hand to each other of a threshold's bin.
-struct Lists {
-  u32 counts[kRows][PARTS], keys[kRows][PARTS][kListed];
-};
 static_assert(sizeof(RowsShared) == ROWS_SMEM, "as launches.py has it");
 
 // Keys of the part's logits / temperature; this thread's best of them. Single words are loaded, as
@@ -64,142 +54,6 @@ INK_DEVICE u64 block_best(Shared& sm, u64 best) {
   return best;
 }
 
-// Bins of 1/64 below the largest; the lowest one has all that is farther than 32 away.
-INK_DEVICE u32 bin_of_key(u32 key, float largest) {
-  const float distance = (largest - value_of(key)) * 64.f;
-  return BINS - 1 - (u32)fminf(distance, (float)(BINS - 1));
-}
-template <bool TOP_P>
-INK_DEVICE u64 fixed_weight(u32 key, float largest) {
-  if (!TOP_P) return 1;
-  return (u64)(weight_of(value_of(key), largest) * 70368744177664.0 + 0.5);  // 2^46
-}
-
-// What `select` of sample.cu finds, faster where few keys are near the threshold: a histogram by
-// distance from the largest, then the keys of one bin against each other. The same whole numbers are
-// added, so the key is the same. 0: the keys are too far away or too many.
-template <bool TOP_P>
-INK_DEVICE u32 find_threshold(Row& row, RowsShared& all_sm, Lists* lists, int number, u32 floor,
-                              double goal, float largest) {
-  Shared& sm = row.sm;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int count = min(PART_QUADS, QUADS - row.part * PART_QUADS);
-  row.clear();
-#pragma unroll 1
-  for (int i = tid; i < count; i += THREADS) {
-    const uint4 keys = sm.keys[i];
-    if (max(max(keys.x, keys.y), max(keys.z, keys.w)) < floor) continue;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const u32 key = word_of(keys, j), bin = bin_of_key(key, largest);
-      if (key < floor || (!TOP_P && bin == 0)) continue;
-      const u64 weight = fixed_weight<TOP_P>(key, largest);
-      if (weight) row.add(bin, weight);
-    }
-  }
-  u64 sums[BINS_OF_THREAD];
-  row.gather(sums);
-  u64 own = 0;
-#pragma unroll
-  for (int i = 0; i < BINS_OF_THREAD; i++) own += sums[i];
-  u64 up_to = own;  // and with the lanes below, whose bins are higher
-#pragma unroll
-  for (int o = 1; o < 32; o <<= 1) {
-    const u64 other = __shfl_up_sync(INK_FULL_WARP, up_to, o);
-    if (lane >= o) up_to += other;
-  }
-  if (lane == 31) sm.sums[warp] = up_to;
-  if (tid == 0) sm.digit = all_sm.listed = all_sm.ranked = all_sm.is_full = 0;
-  __syncthreads();
-  u64 sum = up_to - own, all = 0;
-  for (int q = 0; q < WARPS; q++) {
-    if (q < warp) sum += sm.sums[q];
-    all += sm.sums[q];
-  }
-  if (TOP_P) goal = fmax(goal * (double)all, 1.0);  // a share that is 0 in float32
-#pragma unroll
-  for (int i = 0; i < BINS_OF_THREAD; i++) {
-    if ((double)sum < goal && (double)(sum + sums[i]) >= goal) {  // in one bin of one thread
-      sm.above = sum;
-      sm.digit = Row::bin_of(i);
-    }
-    sum += sums[i];
-  }
-  __syncthreads();
-  const u32 bin = sm.digit;
-  if (bin == 0) return 0;
-
-  u32* list = lists->keys[number][row.part];
-#pragma unroll 1
-  for (int i = tid; i < 4 * count; i += THREADS) {
-    const u32 key = ((const u32*)sm.keys)[i];
-    if (key < floor || bin_of_key(key, largest) != bin) continue;
-    const u32 place = atomicAdd(&all_sm.listed, 1);
-    if (place < kListed) list[place] = key;
-  }
-  __syncthreads();
-  if (tid == 0) lists->counts[number][row.part] = all_sm.listed;
-  if (PARTS > 1) {
-    row.meet();
-    // As `gather` does, which knows only of its own meetings.
-    if (row.meetings > 1)
-      Row::wipe(row.exchange->bins[(row.meetings - 2) % REGIONS], row.part, PARTS);
-  } else {
-    __syncthreads();
-  }
-  // The histogram's memory holds the candidates, in any order, and their weights.
-  u64* weights = (u64*)sm.high;
-  for (int part = warp; part < PARTS; part += WARPS) {
-    const u32 length = load_act4(&lists->counts[number][part]);
-    u32 first = 0;
-    if (lane == 0) first = atomicAdd(&all_sm.ranked, length);
-    first = __shfl_sync(INK_FULL_WARP, first, 0);
-    if (length > kListed || first + length > kRanked) {
-      all_sm.is_full = 1;
-      continue;
-    }
-    for (u32 i = lane; i < length; i += 32) {
-      const u32 key = load_act4(&lists->keys[number][part][i]);
-      sm.low[first + i] = key;
-      if (TOP_P) weights[first + i] = fixed_weight<TOP_P>(key, largest);
-    }
-  }
-  __syncthreads();
-  if (all_sm.is_full) return 0;
-  const u32 ranked = all_sm.ranked;
-  for (u32 i = tid; i < ranked; i += THREADS) {
-    const u32 key = sm.low[i];
-    u64 above = sm.above, with = sm.above;
-    for (u32 j = 0; j < ranked; j++) {
-      const u64 weight = TOP_P ? weights[j] : 1;
-      if (sm.low[j] > key) above += weight;
-      if (sm.low[j] >= key) with += weight;
-    }
-    if ((double)above < goal && (double)with >= goal) sm.digit = key;  // equal keys alone do
-  }
-  __syncthreads();
-  return sm.digit;
-}
-
-// The least key that the filters of plugins/sampling.py keep; `largest` is finite.
-INK_DEVICE u32 find_floor(Row& row, RowsShared& sm, Lists* lists, int number, float largest,
-                          int top_k, float top_p, float min_p) {
-  u32 floor = 1;
-  if (min_p > 0) floor = max(floor, key_of(largest + (float)log((double)min_p)));
-  if (top_k > 0 && top_k < VOCAB) {
-    u32 key = find_threshold<false>(row, sm, lists, number, 1, top_k, largest);
-    if (key == 0) key = select<false>(row, 1, top_k, largest);
-    floor = max(floor, key);
-  }
-  if (top_p < 1) {
-    const u32 weightless = max(floor, key_of(largest - 33.f));  // as in `sample`
-    u32 key = find_threshold<true>(row, sm, lists, number, weightless, top_p, largest);
-    if (key == 0) key = select<true>(row, weightless, top_p, largest);
-    floor = max(floor, key);
-  }
-  return floor;
-}
-
 // The last part to arrive leaves the exchange as it was.
 INK_DEVICE void leave(Row& row) {
   if (row.meetings == 0) return;
@@ -229,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const float least_p = load_act_float(min_p);
   const int k = load_act_int(top_k);
   const bool is_filtered = least_p > 0 || (k > 0 && k < VOCAB) || p < 1;
+  sm.exponential.fill();
   pdl_wait();
 
   const float* logits = is_target ? p_logits + (size_t)number * VOCAB
@@ -253,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const u32 key = word_of(keys, j);
-        sum += key >= floor ? weight_of(value_of(key), largest) : 0.0;
+        sum += key >= floor ? sm.exponential.weight(value_of(key), largest) : 0.0;
       }
     }
   }
@@ -271,36 +126,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 constexpr int kTestQuads = (QUADS + BLOCKS - 1) / BLOCKS, kTestPlaces = 4 * kTestQuads;
 constexpr int kWidths = DRAFT_ROWS ? DRAFT_ROWS : 1;
 
-// exp(logit - largest) * inverse is the probability, unless the row is certain of a token.
-struct Distribution {
-  double inverse;
-  float largest;
-  u32 floor;
-  int token, is_certain;
-
-  INK_DEVICE double probability(u32 key, int its_token) const {
-    if (is_certain) return its_token == token ? 1.0 : 0.0;
-    return key >= floor ? weight_of(value_of(key), largest) * inverse : 0.0;
-  }
-};
-// The best score and its token.
-struct Drawn {
-  u64 score;  // 0: none
-  int token, unused;
-
-  INK_DEVICE void keep(u64 other, int its_token) {
-    if (other > score || (other == score && its_token < token)) score = other, token = its_token;
-  }
-  INK_DEVICE void keep_best_of_warp() {
-    const u64 best = warp_max_u64(score);
-    token = (int)~__reduce_max_sync(INK_FULL_WARP, score == best ? ~(u32)token : 0u);
-    score = best;
-  }
-};
 struct TestShared {
   uint4 keys[kRows][kTestQuads];
   Distribution rows[kRows];
   double shares[kWidths + 1], rests[kWidths], sums[kWidths][WARPS];
+  Exponential exponential;
   Drawn drawn[WARPS];
   u32 is_last, unused;
 };
@@ -312,31 +142,6 @@ struct TestExchange {
   u32 arrived, unused;
 };
 
-// A row's distribution from its parts, by a warp.
-INK_DEVICE Distribution combine(const RowParts* rows, int number) {
-  constexpr int kOfLane = (PARTS + 31) / 32;
-  const RowPart* parts = rows->parts[number];
-  u64 own[kOfLane], best = 0;
-  double sums[kOfLane], sum = 0;
-#pragma unroll
-  for (int j = 0; j < kOfLane; j++) {
-    const int part = j * 32 + (int)threadIdx.x % 32;
-    own[j] = part < PARTS ? load_act_u64(&parts[part].best) : 0;
-    sums[j] = part < PARTS ? load_act_double(&parts[part].sum) : 0.0;
-    best = max(best, own[j]);
-  }
-  const u32 floor = load_act4(rows->floors + number);
-  best = warp_max_u64(best);
-  const float largest = largest_of(best);
-  if (is_finite(largest)) {
-#pragma unroll
-    for (int j = 0; j < kOfLane; j++)
-      if (own[j]) sum += sums[j] * weight_of(largest_of(own[j]), largest);
-  }
-  sum = warp_sum_double(sum);
-  return {1.0 / sum, largest, floor, token_of(best), !is_finite(largest)};
-}
-
 // Keys of the block's tokens in all rows that count, of which row i is number row_of(i).
 struct Loading {
   static constexpr int kOfThread = (kTestPlaces + THREADS - 1) / THREADS;
@@ -344,12 +149,8 @@ struct Loading {
   float x[kAtOnce][kOfThread];
   int width;
 
-  INK_DEVICE int num_rows() const {
-    return 2 * width + 1;
-  }
-  INK_DEVICE int row_of(int i) const {
-    return i <= width ? i : TARGET_ROWS + i - width - 1;
-  }
+  INK_DEVICE int num_rows() const { return 2 * width + 1; }
+  INK_DEVICE int row_of(int i) const { return i <= width ? i : TARGET_ROWS + i - width - 1; }
   INK_DEVICE void load(int row, const float* p_logits, const float* q_logits) {
     const int first = (int)blockIdx.x * kTestPlaces;
 #pragma unroll
@@ -386,10 +187,17 @@ struct Loading {
 INK_DEVICE double excess_of(const TestShared& sm, int i, int place, double share, bool is_whole) {
   const int token = (int)blockIdx.x * kTestPlaces + i;
   const u32* p_keys = (const u32*)sm.keys[place];
-  const double p = sm.rows[place].probability(p_keys[i], token);
+  const double p = sm.rows[place].probability(sm.exponential, p_keys[i], token);
   if (is_whole || p == 0) return p;
   const u32* q_keys = (const u32*)sm.keys[TARGET_ROWS + place];
-  return fmax(share * p - sm.rows[TARGET_ROWS + place].probability(q_keys[i], token), 0.0);
+  const Distribution& q = sm.rows[TARGET_ROWS + place];
+  return fmax(share * p - q.probability(sm.exponential, q_keys[i], token), 0.0);
+}
+
+// A bound of log(weight) + gumbel(word), in units of log 2: -log(-log u) < -log(1 - u).
+INK_DEVICE int most_score(double weight, u32 word) {
+  const int exponent = (int)(bits_of(weight) >> 52) - 1023;
+  return exponent + 1 + __clz((int)~word) + 1;
 }
 
 // drafts: of the step's tokens those behind the anchor. The verdict goes to `state`, which nothing
@@ -410,6 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int draft = has_draft ? load_act_int(drafts + lane) : 0;
   const u32 coin_bits = round_bits(seed, anchor + 1 + lane, kPurposeAccept, anchor, 0).x;
   const double coin = ((double)coin_bits + 0.5) * (1.0 / 4294967296.0);
+  sm.exponential.fill();
+  __syncthreads();
   pdl_wait();
 
   float p_logit = 0, q_logit = 0;
@@ -425,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (int j = warp; i == 0 && j < loading.num_rows(); j += WARPS) {  // meanwhile
       const int r = loading.row_of(j);
-      const Distribution row = combine(rows, r);
+      const Distribution row = combine(sm.exponential, rows, r);
       if (lane == 0) sm.rows[r] = row;
     }
     loading.keep(i, sm, scale);
@@ -434,9 +244,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warp == 0) {
     double ratio = 0;
     if (has_draft) {
-      const double q = sm.rows[TARGET_ROWS + lane].probability(key_of(q_logit / scale), draft);
-      // A draft that q cannot give never counts.
-      if (q > 0) ratio = sm.rows[lane].probability(key_of(p_logit / scale), draft) / q;
+      const u32 p_key = key_of(p_logit / scale), q_key = key_of(q_logit / scale);
+      const double p = sm.rows[lane].probability(sm.exponential, p_key, draft);
+      const double q = sm.rows[TARGET_ROWS + lane].probability(sm.exponential, q_key, draft);
+      if (q > 0) ratio = p / q;  // a draft that q cannot give never counts
     }
     double share = 1;
     if (lane == 0) sm.shares[0] = 1;
@@ -503,6 +314,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   // Where rounding leaves nothing, p and q are equal up to rounding.
   const bool is_whole = accepted == width || sm.rests[accepted] <= 0;
 
+  // The best score of all is less than log(sum of weights) - 5 once in 10^64 draws. Scores that are
+  // less for certain are not computed: few are left, and a score takes three logarithms.
+  const double whole = is_whole ? 1.0 : sm.rests[accepted];
+  const int least = (int)floor((log(whole) - 5.0) * 1.4426950408889634);
   Drawn best = {0, 0x7FFFFFFF, 0};
   const int first = block * kTestPlaces;
 #pragma unroll 1
@@ -512,7 +327,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int token = first + i;
     const uint4 bits = round_bits(seed, anchor + accepted + 1, kPurposeResidual, anchor, token / 4);
     const u32 low = token & 1 ? bits.y : bits.x, high = token & 1 ? bits.w : bits.z;
-    best.keep(order_of(log(weight) + (double)gumbel(token & 2 ? high : low)), token);
+    const u32 word = token & 2 ? high : low;
+    if (most_score(weight, word) < least) continue;
+    best.keep(order_of(log(weight) + (double)gumbel(word)), token);
   }
   best.keep_best_of_warp();
   if (lane == 0) sm.drawn[warp] = best;
