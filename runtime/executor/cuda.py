@@ -11,7 +11,7 @@ rounds of speculation, which run by themselves.
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from inkrt.runtime.executor.round_queue import DeviceRule, RoundInput, RoundQueu
 from inkrt.runtime.plan import Plan
 
 NO_TOKEN = 0xFFFFFFFF
-ROUND_RULES: frozenset[DeviceRule] = frozenset({"coupled", "forced"})
+ROUND_RULES: frozenset[DeviceRule] = frozenset(get_args(DeviceRule))
 T = TypeVar("T")
 
 
@@ -96,7 +96,8 @@ class CudaExecutor:
             raise
         self._queue = DecodeQueue(self)
         if self.ranks[0].rounds is not None and rank_slice is None:
-            self.rounds = RoundQueue(CudaRounds(self), ROUND_RULES)
+            rules = ROUND_RULES if self.ranks[0].ratio_tests else ROUND_RULES - {"probabilistic"}
+            self.rounds = RoundQueue(CudaRounds(self), rules)
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run one step and wait for it."""

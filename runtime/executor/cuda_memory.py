@@ -24,6 +24,7 @@ from inkrt.runtime.plan import (
     ADDRESS_BYTES,
     DTYPE_BYTES,
     PEER_WORDS,
+    ROUND_STATE_STORAGE,
     TURN_BYTES,
     Plan,
     TableParam,
@@ -123,7 +124,7 @@ class DeviceMemory:
         self.inputs = self.base + regions["inputs"].offset
         self.error = self.base + regions["error"].offset
         try:
-            self._fill(code.plans)
+            self._fill(code.all_plans)
             self._write_tables(code.plans)
             self.load_rate = self._load(weights)
             self._fill_dummies(code)
@@ -136,6 +137,8 @@ class DeviceMemory:
         regions = self._arena.regions
         if spec.space == "scratch" and spec.name.startswith("error."):
             return self.error
+        if spec.storage == ROUND_STATE_STORAGE:
+            return self.base + regions[ROUND_REGION].offset
         if spec.space == "input":
             return self.inputs + self.input_offsets[spec.storage] + spec.offset
         name = {
@@ -231,7 +234,7 @@ class DeviceMemory:
             size = math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
             arena.add(f"state/{spec.name}", size)
         arena.add("arena", max(plan.arena_bytes for plan in plans.values()))
-        for name, plan in plans.items():
+        for name, plan in code.all_plans.items():
             arena.add(f"scratch/{name}", plan.scratch_bytes)
         arena.add("error", 4)
         if ROUND_CODE in code.cubins:

@@ -40,6 +40,7 @@ class CudaRank:
         context: of the GPU; current in the threads that use it.
         stream: that all its work is in.
         plans: by step.
+        ratio_tests: plans of what judges drafts behind a step, by that step.
         modules: loaded code by name.
         memory: what is where on the device.
         graphs: of the steps, by name.
@@ -60,7 +61,7 @@ class CudaRank:
         self.stream = device.create_stream()
         code = read_code(folder, rank)
         require_code(folder, config, rank, code)
-        self.plans = code.plans
+        self.plans, self.ratio_tests = code.plans, code.ratio_tests
         self.modules = {name: ObjectCode.from_cubin(cubin) for name, cubin in code.cubins.items()}
         self.graphs: dict[str, Any] = {}
         self._loop: Any = None
@@ -117,9 +118,17 @@ class CudaRank:
         graph.upload(self.stream)
         return graph
 
-    def add_plan(self, builder: Any, plan: Plan, *, until: int | None = None) -> None:
-        """Add a plan's first launches, or all, to a graph that is being built and has no kernel."""
-        is_first = True  # which has no kernel in front of it to start beside
+    def add_plan(
+        self, builder: Any, plan: Plan, *, until: int | None = None, is_first: bool = True
+    ) -> None:
+        """Add a plan's first launches, or all, to a graph that is being built.
+
+        Args:
+            builder: of the graph.
+            plan: of a step, or of a ratio test.
+            until: number of its launches; None for all.
+            is_first: whether the graph has no kernel yet that the first could start beside.
+        """
         for launch in plan.launches[:until]:
             for kernel in launch.kernels:
                 params = [self.param(plan, param) for param in kernel.params]

@@ -2,7 +2,8 @@
 
     begin_round
     IF(draft)      the plan of the draft step, then choose_width
-    SWITCH(width)  case i: the plan of the i-th row step, then commit_round
+    SWITCH(width)  case i: the plan of the i-th row step, of "probabilistic" rounds then the ratio
+                   test, then commit_round
 
 What the kernels in between decide stands in `plugins/round/round.cu`. Kernels of a plan read
 position and number of tokens before they wait for their predecessor, so what changes these is
@@ -163,7 +164,7 @@ class RankRounds:
 
     Attributes:
         ring: pinned records, by number of the round.
-        graph: of a round whose drafts are compared with what was drawn.
+        graph: of the rounds of the chain that has begun last.
 
     Args:
         rank: whose plans run; it has the code of rounds and a drafter.
@@ -179,7 +180,9 @@ class RankRounds:
         self._ends = memory.host_bytes(4 * _STAGED_ENDS).view(np.int32)
         self._num_ends = 0
         self._plans = row_plans(rank.plans)
-        self.graph: Any = self._capture()
+        # By whether drafts are judged by the ratio test: one is there from the beginning.
+        self._graphs: dict[bool, Any] = {False: self._capture(has_test=False)}
+        self.graph = self._graphs[False]
 
     def encode(self, given: RoundInput) -> NDArray[np.void]:
         """The state that a chain begins with; it is the same on all ranks."""
@@ -188,6 +191,10 @@ class RankRounds:
     def begin(self, block: NDArray[np.uint8], state: NDArray[np.void]) -> None:
         """Wait for all work, forget records, and set step inputs and state."""
         self._rank.send_inputs(block)
+        has_test = bool(state["rule"][0] == RoundRule.PROBABILISTIC)
+        if has_test not in self._graphs:
+            self._graphs[has_test] = self._capture(has_test=has_test)
+        self.graph = self._graphs[has_test]
         self.ring.view(np.uint8)[:] = 0
         self._staged[:] = state.view(np.uint8)
         self._rank.copy_to_device(self._state, self._staged)
@@ -206,8 +213,8 @@ class RankRounds:
         """Queue a round."""
         self.graph.launch(self._rank.stream)
 
-    def _capture(self) -> Any:
-        """The graph, see the module."""
+    def _capture(self, *, has_test: bool) -> Any:
+        """A graph, see the module."""
         rank, memory = self._rank, self._rank.memory
         inputs, offsets = memory.inputs, memory.input_offsets
         tokens, position = inputs + offsets["tokens"], inputs + offsets["position"]
@@ -243,6 +250,8 @@ class RankRounds:
         for body, plan in zip(bodies, self._plans, strict=True):
             body.begin_building()
             rank.add_plan(body, plan)
+            if has_test and plan.name in rank.ratio_tests:
+                rank.add_plan(body, rank.ratio_tests[plan.name], is_first=False)
             drawn = memory.address(plan.name, plan.tensors[plan.outputs["tokens"]])
             commit = (self._state, drawn, tokens, position, ring, memory.error)
             rank.add_control(body, ROUND_CODE, "commit_round", commit, threads=_WARP)

@@ -167,6 +167,9 @@ class FakeRank:
 
     def __init__(self, rank: int = 0, plans: dict[str, Plan] = PLANS) -> None:
         self.rank, self.plans, self.stream = rank, plans, "stream"
+        self.ratio_tests = {
+            name: make_plan(f"ratio_{name}", 1, 1) for name in ("verify2", "verify8")
+        }
         self.calls: list[Any] = []
         self.memory = SimpleNamespace(
             base=10_000,
@@ -182,8 +185,9 @@ class FakeRank:
         self.is_idle = False
         self.ring = np.zeros(1, np.uint64)
 
-    def add_plan(self, builder: FakeBuilder, plan: Plan) -> None:
+    def add_plan(self, builder: FakeBuilder, plan: Plan, *, is_first: bool = True) -> None:
         assert builder.is_building
+        assert is_first == (not builder.log)
         builder.log.append(("plan", plan.name))
 
     def add_control(
@@ -241,6 +245,26 @@ def test_the_graph_of_a_round() -> None:
     ]
     rank.rounds.launch()
     assert rank.rounds.graph.log[-1] == ("launch", "stream")
+
+
+def test_the_ratio_test_stands_behind_steps_that_verify() -> None:
+    """In a graph of its own, which is made when the first request wants it."""
+    rank = FakeRank()
+    coupled = rank.rounds.graph
+    given = make_input(FixedWidth())
+    for rule, is_tested in (
+        ("coupled", False), ("probabilistic", True), ("forced", False), ("probabilistic", True)
+    ):  # fmt: skip
+        chosen = replace(given, settings=replace(given.settings, rule=rule))
+        rank.rounds.begin("block", rank.rounds.encode(chosen))  # type: ignore[arg-type]
+        assert (rank.rounds.graph is coupled) == (not is_tested)
+        cases = [[entry[:2] for entry in case] for case in rank.rounds.graph.log[2][2]]
+        steps = [[name for kind, name in case if kind == "plan"] for case in cases]
+        tests = [["ratio_verify2"], ["ratio_verify8"]] if is_tested else [[], []]
+        assert steps == [["decode"], ["verify2", *tests[0]], ["verify8", *tests[1]]]
+        assert [case[-1][0] for case in cases] == ["commit_round"] * 3
+    graphs = [rank.rounds._graphs[has_test] for has_test in (False, True)]
+    assert [graph.log.count(("upload", "stream")) for graph in graphs] == [1, 1]
 
 
 def test_a_drafter_without_confidences() -> None:
