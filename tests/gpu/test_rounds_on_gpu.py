@@ -24,6 +24,7 @@ from inkrt.runtime.executor.cuda_timing import Timer
 from inkrt.runtime.executor.round_queue import RoundInput, RoundSettings
 from inkrt.runtime.output import RequestOutput
 from inkrt.runtime.spec.costs import CostTable, engine_hash, most_drafted
+from inkrt.runtime.spec.stats import SpeculationStats
 
 pytestmark = pytest.mark.gpu
 
@@ -166,6 +167,34 @@ def test_forks_and_going_back(folder: Path, prompts: list[list[int]]) -> None:
         while len(plain) < 120:
             plain.append(session.decode(plain[-1], sampling, num_more=120 - len(plain)))
         assert again[:120] == plain
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_ratio_test(folder: Path, prompts: list[list[int]], temperature: float) -> None:
+    """Most verdicts are the host's; all of them are as good. Greedy is coupled."""
+    chosen = SpeculativeConfig("dspark", accept="probabilistic", width="fixed")
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=120, ignore_eos=True)
+        for seed in range(6)
+    ]
+    with LLM(folder, speculative=chosen) as llm:
+        host, device = (
+            [
+                answers(llm, [prompt], [own], on_device=on)[0]
+                for prompt, own in zip(prompts, params, strict=False)
+            ]
+            for on in (False, True)
+        )
+    same = sum(ours.outputs == theirs.outputs for ours, theirs in zip(device, host, strict=True))
+    assert same >= (4 if temperature else 6), same
+    rates = []
+    for outputs in (host, device):
+        stats = SpeculationStats()
+        for output in outputs:
+            stats.add(output.speculation)
+        rates.append(stats.acceptance_length)
+        assert stats.on_device == (0 if outputs is host else stats.rounds + stats.plain_steps)
+    assert abs(rates[0] - rates[1]) < 0.15 * rates[0], rates
 
 
 def test_requests_that_the_host_runs(folder: Path, prompts: list[list[int]]) -> None:

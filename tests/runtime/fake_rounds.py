@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from fake import (
@@ -24,11 +24,19 @@ from fake import (
 
 from inkrt.runtime.engine_file import DRAFT_STEP, DraftSpec, EngineConfig
 from inkrt.runtime.executor import Sampling, StepInput, StepOutput
-from inkrt.runtime.executor.round_queue import RoundInput, RoundQueue, RoundRecord
+from inkrt.runtime.executor.round_queue import (
+    DeviceRule,
+    RoundInput,
+    RoundQueue,
+    RoundRecord,
+)
 from inkrt.runtime.executor.round_state import RoundStatus
 from inkrt.runtime.generation import Generation
+from inkrt.runtime.noise import Purpose
+from inkrt.runtime.sampling import draw
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.session import Session
+from inkrt.runtime.spec.accept import accept_probabilistic
 from inkrt.runtime.spec.drafter import EngineDrafter
 from inkrt.runtime.spec.round import Speculator
 from inkrt.runtime.spec.width import CostAware, CostsByContext, RoundCosts, WidthPolicy
@@ -50,7 +58,7 @@ class DraftingExecutor(FakeExecutor):
         super().__init__(config)
         self.device = FakeRoundDevice(self)
         if on_device:
-            self.rounds = RoundQueue(self.device, frozenset({"coupled", "forced"}))
+            self.rounds = RoundQueue(self.device, frozenset(get_args(DeviceRule)))
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         if step != DRAFT_STEP:
@@ -59,7 +67,6 @@ class DraftingExecutor(FakeExecutor):
         return self.draft(step_input)
 
     def draft(self, step_input: StepInput) -> StepOutput:
-        assert step_input.is_coupled
         position = step_input.position
         far = np.arange(max(position - PAGED_WINDOW, 0), position)
         table = np.array(step_input.pages, int)
@@ -68,12 +75,20 @@ class DraftingExecutor(FakeExecutor):
         tokens = [*paged[:, 1].tolist(), step_input.tokens[0]]
         digest = hashlib.sha256(f"{step_input.sampling.seed} {position}".encode()).digest()
         right = digest[0] % (BLOCK + 1)
-        drafts, confidences = [], []
+        drafts, confidences, rows = [], [], []
         for place in range(BLOCK):
             length = position + 1 + place
             logits = _hash_logits(length, tokens[-WINDOW:], tokens[-PAGED_WINDOW:])
-            token = _draw(logits, step_input.sampling, length)
-            drafts.append(token if place < right else (token + 1) % VOCAB)
+            if step_input.is_coupled:
+                token = _draw(logits, step_input.sampling, length)
+                drafts.append(token if place < right else (token + 1) % VOCAB)
+            else:  # from a distribution that is near the target's, or far from it
+                rows.append(logits if place < right else np.roll(logits, 1))
+                drawn = draw(
+                    rows[-1][None], step_input.sampling, np.array([length]),
+                    purpose=Purpose.DRAFT, anchors=np.array([position]),
+                )  # fmt: skip
+                drafts.append(int(drawn[0]))
             tokens.append(drafts[-1])
             base = 0.65 if place < right else 0.15
             confidences.append(base + 0.3 * digest[1 + place] / 255)
@@ -81,15 +96,18 @@ class DraftingExecutor(FakeExecutor):
         assert spec is not None
         return StepOutput(
             np.array(drafts, np.int32),
-            np.zeros((0, VOCAB), np.float32),
+            np.array(rows, np.float32).reshape(-1, VOCAB),
             np.array(confidences, np.float32) if spec.has_confidence else None,
         )
 
-    def round_of(self, step_input: StepInput, drafts: Sequence[int]) -> list[int]:
+    def verify(self, step_input: StepInput, drafts: Sequence[int]) -> StepOutput:
         """The rows that follow an anchor and drafts."""
         step = "decode" if not drafts else f"verify{len(drafts) + 1}"
-        given = replace(step_input, tokens=[*step_input.tokens, *drafts])
-        return [int(token) for token in self._run(step, given).tokens]
+        return self._run(step, replace(step_input, tokens=[*step_input.tokens, *drafts]))
+
+    def round_of(self, step_input: StepInput, drafts: Sequence[int]) -> list[int]:
+        """The tokens that follow an anchor and drafts."""
+        return [int(token) for token in self.verify(step_input, drafts).tokens]
 
 
 @dataclass
@@ -165,16 +183,23 @@ class FakeRoundDevice:
             if self.settings.forced:
                 confidences = list(self.settings.forced)
             drafts = drafts[: self.policy.choose(confidences, proposed, position)]
-        drawn = self.executor.round_of(self.step, drafts)
+        rows = self.executor.verify(self.step, drafts)
+        drawn = [int(token) for token in rows.tokens]
         accepted = 0
         forced = self.settings.forced
         while accepted < len(drafts) and (
             forced[accepted] == 1 if forced else drafts[accepted] == drawn[accepted]
         ):
             accepted += 1
+        last = drawn[accepted]
+        if drafts and self.settings.rule == "probabilistic":
+            verdict = accept_probabilistic(
+                drafts, rows.logits, output.logits[: len(drafts)], self.step.sampling, position
+            )
+            accepted, last = verdict.accepted, verdict.token
         if drafts:
             self.policy.observe(len(drafts), accepted)
-        tokens = [*drafts[:accepted], drawn[accepted]]
+        tokens = [*drafts[:accepted], last]
         self.num_left -= len(tokens)
         is_stop = not self.settings.stop_ids.isdisjoint(tokens)
         self.has_finished = is_stop or self.num_left <= 0

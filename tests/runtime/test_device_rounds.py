@@ -18,7 +18,7 @@ from inkrt.runtime.executor.round_queue import (
 from inkrt.runtime.output import CompletionOutput
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec.drafter import EngineDrafter, Proposal
-from inkrt.runtime.spec.round import Round, Speculator
+from inkrt.runtime.spec.round import AcceptRule, Round, Speculator
 from inkrt.runtime.spec.width import (
     ConfidenceThreshold,
     FixedWidth,
@@ -27,6 +27,7 @@ from inkrt.runtime.spec.width import (
 
 GREEDY = Sampling()
 NOISY = Sampling(temperature=0.8, seed=5)
+FILTERED = Sampling(temperature=0.9, top_k=20, top_p=0.9, seed=2**40)
 LONG = {"max_seq_len": 1024, "state": StateLayout(3, 4, 768, 9, ())}
 POLICIES: dict[str, Callable[[], WidthPolicy]] = {
     "fixed": FixedWidth,
@@ -40,11 +41,16 @@ POLICIES: dict[str, Callable[[], WidthPolicy]] = {
 
 
 def rounds(
-    bench: Bench, policy: WidthPolicy, sampling: Sampling, count: int, most: int = BLOCK
+    bench: Bench,
+    policy: WidthPolicy,
+    sampling: Sampling,
+    count: int,
+    most: int = BLOCK,
+    rule: AcceptRule = "coupled",
 ) -> list[Round]:
     """The rounds that give `count` tokens behind the prompt, on either side."""
     session = bench.session(PROMPT[:-1])
-    speculator = Speculator(EngineDrafter(), policy, most)
+    speculator = Speculator(EngineDrafter(), policy, most, rule)
     tokens, found = list(PROMPT), []
     while (left := count + len(PROMPT) - len(tokens)) > 0:
         found.append(speculator.run(session, tokens, sampling, left))
@@ -77,6 +83,24 @@ def test_rounds_are_those_of_the_host(name: str, sampling: Sampling, has_confide
     assert (benches[1].device.num_begun, benches[1].device.longest_lead) == (1, 1)
     # Nothing ran but what was asked for and, at the end, what a stop would have left over.
     assert benches[1].device.num_run == len(device)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, NOISY, FILTERED], ids=["greedy", "noisy", "top"])
+@pytest.mark.parametrize("name", ["fixed", "threshold", "cost", "cost skips"])
+def test_rounds_of_the_ratio_test(name: str, sampling: Sampling) -> None:
+    """The same noise by seed and anchor: the same drafts and verdicts; greedy as coupled."""
+    policies = [POLICIES[name](), POLICIES[name]()]
+    benches = [Bench(on_device=on, **LONG) for on in (False, True)]
+    host, device = (
+        rounds(bench, policy, sampling, 250, rule="probabilistic")
+        for bench, policy in zip(benches, policies, strict=True)
+    )
+    assert device == host
+    assert policies[0] == policies[1]
+    assert sum(len(one.tokens) - 1 for one in device) > 30
+    plain = generate_plainly(PROMPT, sampling, 250)
+    is_plain = [token for one in device for token in one.tokens][:250] == plain
+    assert is_plain == (sampling.temperature == 0)
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])
