@@ -232,8 +232,8 @@ class RankRounds:
         plan = rank.plans[DRAFT_STEP]
         outputs = {name: plan.tensors[index] for name, index in plan.outputs.items()}
         confidences = outputs.get("confidences")
-        body = builder.if_then(draft).begin_building()
-        rank.add_plan(body, plan)
+        drafting = builder.if_then(draft).begin_building()
+        rank.add_plan(drafting, plan)
         choose = (
             self._state,
             memory.address(plan.name, outputs["tokens"]),
@@ -243,8 +243,8 @@ class RankRounds:
             num_tokens,
             handles[1],
         )
-        rank.add_control(body, ROUND_CODE, "choose_width", choose, threads=_WARP)
-        body.end_building()
+        rank.add_control(drafting, ROUND_CODE, "choose_width", choose, threads=_WARP)
+        drafting.end_building()
 
         bodies = builder.switch(width, len(self._plans))
         for body, plan in zip(bodies, self._plans, strict=True):
