@@ -30,7 +30,6 @@ from inkrt.runtime.noise import Purpose  # noqa: E402
 from inkrt.runtime.sampling import draw, probabilities  # noqa: E402
 
 emulated = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
-SM_SMEM, BLOCK_OVERHEAD = 228 * 1024, 1024
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +203,6 @@ def test_blocks_that_wait_for_each_other_fit_a_gpu():
             first, second = ratio_test(vocab, num_rows, 7)
             assert first.grid[0] <= 132
             assert second.grid[0] <= 132
-            # A block of the second kernel starts beside one of the first.
-            both = first.smem_bytes + second.smem_bytes + 2 * BLOCK_OVERHEAD
-            assert both <= SM_SMEM, (vocab, num_rows)
             filled = {
                 param.name
                 for kernel in (first, second)
