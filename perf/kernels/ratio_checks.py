@@ -17,7 +17,7 @@ from inkrt.plugins.tactic import Tactic
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.executor.round_state import ROUND_STATE
 from inkrt.runtime.noise import Purpose
-from inkrt.runtime.sampling import draw, probabilities
+from inkrt.runtime.sampling import draw, filtered_logits, probabilities
 from inkrt.runtime.spec.accept import accept_probabilistic, thresholds
 
 Floats = NDArray[np.float32]
@@ -35,7 +35,7 @@ FILTERS: dict[str, Sampling] = {
     "top_p": Sampling(temperature=1.0, top_p=0.9),
     "top_p tiny": Sampling(temperature=1.0, top_p=1e-6),
     "top_k top_p": Sampling(temperature=1.5, top_k=20, top_p=0.8),
-    "far": Sampling(temperature=0.02, top_k=60, top_p=0.99),
+    "far": Sampling(temperature=0.02, top_k=60),
     "all": Sampling(temperature=1.3, top_k=50, top_p=0.9, min_p=0.02),
 }
 KINDS = ("near", "same", "unrelated", "disjoint", "ties", "holes", "certain")
@@ -235,15 +235,36 @@ class Judge:
         sums = raw[: width * blocks * 8].view(np.float64).reshape(width, blocks)
         return [math.fsum(row) for row in sums]
 
+    def wrong_filters(self, block: Block) -> int:
+        """Rows of the latest block of which the kernels keep other tokens than the host."""
+        num_drafts = min(self.num_drafts, self.num_rows - 1)
+        raw = self.backend.download(self.scratch["rows"])
+        num_rows = self.num_rows + num_drafts
+        floors = raw[-(-raw.size // 8) * 8 - 8 * (-(-num_rows // 2)) :].view(np.uint32)[:num_rows]
+        wrong = 0
+        for i, logits in enumerate((*block.logits[: self.num_rows], *block.draft_logits)):
+            is_target = i < self.num_rows
+            is_read = i <= block.width if is_target else i - self.num_rows < block.width
+            if not is_read or not np.isfinite(logits.max()):
+                continue
+            scaled = logits / np.float32(block.sampling.temperature)
+            bits = (scaled + np.float32(0)).view(np.uint32)
+            keys = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+            kept = filtered_logits(logits, block.sampling) > -np.inf
+            wrong += bool((((keys >= floors[i]) & (scaled > -np.inf)) != kept).any())
+        return wrong
+
 
 def check_blocks(judge: Judge, count: int, report: Report, seed: int = 0) -> None:
-    """Verdicts are the host's, and R is that of float64."""
+    """Verdicts and filters are the host's, and R is that of float64."""
     for name, block in make_blocks(judge.vocab, count, seed):
         if block.width >= judge.num_rows or block.width > judge.num_drafts:
             continue
         try:
             found, wanted = judge.verdict(block), block.verdict
             report(name, found == wanted, f"{found} for {wanted}")
+            wrong = judge.wrong_filters(block)
+            report(f"{name}: filters", wrong == 0, f"of {wrong} rows")
             if block.width:
                 error = np.abs(np.subtract(judge.rests(block.width), block.rests)).max()
                 report(f"{name}: R", bool(error < 1e-12), f"off by {error:.2g}")

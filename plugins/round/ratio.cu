@@ -202,7 +202,7 @@ INK_DEVICE int most_score(double weight, u32 word) {
 
 // drafts: of the step's tokens those behind the anchor. The verdict goes to `state`, which nothing
 // else writes meanwhile.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     ratio_test(const float* p_logits, const float* q_logits, const int* drafts, RoundState* state,
                const float* temperature, const u64* seed_at, const int* position,
                const RowParts* rows, TestExchange* exchange, int* error) {

@@ -50,7 +50,7 @@ INK_DEVICE double as_double(u64 bits) {
 }
 
 // exp(x) of x <= 0 with half the work of the library's, which is most of these kernels': 2^(n /
-// 128) from a table and a power series of what is left. Off by 4e-16 of itself and 1e-16 |x|; 0
+// 128) from a table and a power series of what is left. Off by 2e-15 + 2e-16 |x| of itself; 0
 // below -700. exp(0) is 1.
 struct Exponential {
   double powers[128];

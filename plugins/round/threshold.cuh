@@ -99,6 +99,7 @@ INK_DEVICE u32 find_threshold(Row& row, RowsShared& all_sm, Lists* lists, int nu
   }
   // The histogram's memory holds the candidates, in any order, and their weights.
   u64* weights = (u64*)sm.high;
+#pragma unroll 1
   for (int part = warp; part < PARTS; part += WARPS) {
     const u32 length = load_act4(&lists->counts[number][part]);
     u32 first = 0;
@@ -117,9 +118,11 @@ INK_DEVICE u32 find_threshold(Row& row, RowsShared& all_sm, Lists* lists, int nu
   __syncthreads();
   if (all_sm.is_full) return 0;
   const u32 ranked = all_sm.ranked;
+#pragma unroll 1
   for (u32 i = tid; i < ranked; i += THREADS) {
     const u32 key = sm.low[i];
     u64 above = sm.above, with = sm.above;
+#pragma unroll 1
     for (u32 j = 0; j < ranked; j++) {
       const u64 weight = TOP_P ? weights[j] : 1;
       if (sm.low[j] > key) above += weight;
