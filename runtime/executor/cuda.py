@@ -152,7 +152,8 @@ class CudaExecutor:
         self._queue.clear()
         first = self.ranks[0].rounds
         assert first is not None, "the engine has no rounds"
-        block, state = self._encode(given.step), first.encode(given)
+        block = self._encode(given.step, wants_logits=given.settings.rule == "probabilistic")
+        state = first.encode(given)
         self.on_rounds(lambda rounds: rounds.begin(block, state))
 
     def on_rounds(self, function: Callable[[RankRounds], None]) -> None:
@@ -265,7 +266,7 @@ class CudaExecutor:
 
         self._threads.post(start)
 
-    def _encode(self, step_input: StepInput) -> NDArray[np.uint8]:
+    def _encode(self, step_input: StepInput, *, wants_logits: bool = False) -> NDArray[np.uint8]:
         """The block of step inputs; what is in it may change afterwards."""
         sampling = step_input.sampling
         values: dict[str, Any] = {
@@ -280,6 +281,7 @@ class CudaExecutor:
             "min_p": [sampling.min_p],
             "seed": [sampling.seed],
             "is_coupled": [int(step_input.is_coupled)],
+            "wants_logits": [int(wants_logits)],
         }
         return self.ranks[0].encode_inputs(values)
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 assert ROUND_STATE.fields is not None
 _WRITABLE_END = int(ROUND_STATE.fields["writable_end"][1])  # bytes from the state's start
+# Longest that a round may take, in seconds, some thousand times what it does.
+ROUND_S = 20.0
 # Threads of the kernels between the steps.
 _WARP = 32
 # Times that the page table may be extended before the first of them has surely got there: more
@@ -293,16 +295,28 @@ class CudaRounds:
         slot = number % RING_RECORDS
         item = rank.rounds.ring[slot : slot + 1]
         sequence = item["sequence"]
-        spins = 0
+        spins, deadline = 0, time.monotonic() + ROUND_S
         while int(sequence[0]) != number + 1:
             spins += 1
             if spins % 100 == 0:  # other threads of the host have work too
                 time.sleep(0)
-            if spins % 100_000 == 0 and not rank.is_busy():  # a dead GPU must not hang the host
-                self._executor.require_sound()
-                if int(sequence[0]) != number + 1:
-                    raise DeviceError(f"the GPU is idle but has not run round {number}")
+            if spins % 100_000 == 0:  # a dead GPU must not hang the host
+                self._require_alive(number, deadline)
         record = decode_record(item, self._num_places)
         if record.status is RoundStatus.ERROR:
             self._executor.require_sound()
         return record
+
+    def _require_alive(self, number: int, deadline: float) -> None:
+        rank = self._executor.ranks[0]
+        assert rank.rounds is not None
+        if rank.is_busy():
+            if time.monotonic() > deadline:
+                raise DeviceError(
+                    f"the GPU has worked on round {number} for {ROUND_S:g} s: it has stalled; look "
+                    f"at nvidia-smi, end this process and open the engine again"
+                )
+            return
+        self._executor.require_sound()
+        if int(rank.rounds.ring["sequence"][number % RING_RECORDS]) != number + 1:
+            raise DeviceError(f"the GPU is idle but has not run round {number}")

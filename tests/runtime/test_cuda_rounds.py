@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake import make_config
 from fake_rounds import BLOCK, cost_aware
 
 from inkrt.errors import DeviceError
 from inkrt.runtime.engine_file import DRAFT_STEP
-from inkrt.runtime.executor import Sampling, StepInput
+from inkrt.runtime.executor import Sampling, StepInput, cuda_rounds
 from inkrt.runtime.executor.cuda import ROUND_RULES, CudaExecutor
 from inkrt.runtime.executor.cuda_memory import ROUND_REGION
 from inkrt.runtime.executor.cuda_rounds import (
@@ -29,7 +28,7 @@ from inkrt.runtime.executor.rank_threads import RankThreads
 from inkrt.runtime.executor.round_queue import RoundInput, RoundQueue, RoundSettings
 from inkrt.runtime.executor.round_state import ROUND_RECORD, ROUND_STATE, RoundStatus
 from inkrt.runtime.plan import Plan, TensorSpec
-from inkrt.runtime.spec.width import ConfidenceThreshold, CostAware, FixedWidth, WidthPolicy
+from inkrt.runtime.spec.width import ConfidenceThreshold, FixedWidth, WidthPolicy
 
 WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -368,6 +367,22 @@ def test_a_gpu_that_stands_still_is_noticed(executor: Any) -> None:
         executor.rounds.run(make_input(FixedWidth()), 0)
 
 
+def test_a_gpu_that_never_ends_is_noticed(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_rounds, "ROUND_S", 0.0)
+    executor.ranks[0].rounds.graph.launch = lambda _: None
+    with pytest.raises(DeviceError, match="has worked on round 0 for 0 s: it has stalled"):
+        executor.rounds.run(make_input(FixedWidth()), 0)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "probabilistic", "forced"])
+def test_the_ratio_test_wants_the_logits_of_all_ranks(executor: Any, rule: Any) -> None:
+    first = executor.ranks[0]
+    given = make_input(FixedWidth())
+    given = replace(given, settings=replace(given.settings, rule=rule))
+    executor.begin_rounds(given)
+    assert first.calls[0][1]["wants_logits"] == [int(rule == "probabilistic")]
+
+
 def test_a_kernel_that_gave_up_says_why(executor: Any) -> None:
     first = executor.ranks[0]
 
@@ -379,10 +394,3 @@ def test_a_kernel_that_gave_up_says_why(executor: Any) -> None:
     with pytest.raises(DeviceError, match="of rank 1 gave up"):
         executor.rounds.run(make_input(FixedWidth()), 0)
     assert executor.rounds._chain is None
-
-
-def test_policies_with_fewer_places() -> None:
-    policy = CostAware(lambda _: make_config() and cost_aware().costs(0))
-    assert policy.on_device is None
-    with pytest.raises(AssertionError, match="not for a device"):
-        encode_state(make_input(policy), 400, WIDTHS)
