@@ -309,6 +309,9 @@ static inline int __ffs(u32 v) {
 static inline int __popc(u32 v) {
   return __builtin_popcount(v);
 }
+static inline int __clz(int v) {
+  return v ? __builtin_clz((u32)v) : 32;
+}
 static inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   const u64 bytes = (u64)b << 32 | a;
   u32 r = 0;

@@ -30,6 +30,7 @@ class Emulator:
         self.folder = folder
         self.reverse = reverse
         self._libraries: dict[str, ctypes.CDLL] = {}
+        self._known: dict[tuple[object, ...], ctypes.CDLL] = {}
 
     def upload(self, data: NDArray[np.generic]) -> Buffer:
         # Some spare bytes, so that 16-byte alignment can be had and small overruns are seen.
@@ -73,7 +74,13 @@ class Emulator:
         )  # fmt: skip
 
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
-        """The compiled kernel."""
+        """The compiled kernel. Sources do not change while this object lives."""
+        key = (kernel.entry, kernel.source, kernel.defines, kernel.smem_bytes > 0)
+        if key not in self._known:
+            self._known[key] = self._compiled(kernel)
+        return self._known[key]
+
+    def _compiled(self, kernel: KernelLaunch) -> ctypes.CDLL:
         defines = [f"-D{name}={value}" for name, value in kernel.defines]
         sources = [
             *_PLUGINS.glob("**/*.cu*"),
