@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 assert ROUND_STATE.fields is not None
 _WRITABLE_END = int(ROUND_STATE.fields["writable_end"][1])  # bytes from the state's start
+# Whether GPUs run rounds at all; else the host does, step by step, and no graph of a round is made.
+ON_DEVICE = True
 # Whether kernels of one body of a conditional node may start beside their predecessors, as those of
 # a step do in its own graph. perf/kernels/graph_probe.py tells what a driver does of it.
 PDL_IN_BODIES = True
