@@ -27,7 +27,7 @@ extern "C" __global__ void follow(u64* at) {
   at[1] = started;
   at[2] = now();
   at[3] = load_relaxed(at);
-  at[4]++;
+  store_relaxed(at + 4, load_relaxed(at + 4) + 1);
 }
 // Stands for a step of an engine.
 extern "C" __global__ void step() {

@@ -100,7 +100,8 @@ def encode_state(
     state["num_contexts"] = 1
     cases = cases_of_widths(widths, most)
     state["case_of_width"][0, : len(cases)] = cases
-    stop_ids = sorted(settings.stop_ids)
+    # Callers may name any token; others do not come.
+    stop_ids = sorted(token for token in settings.stop_ids if token < vocab_size)
     state["num_stop_ids"] = len(stop_ids)
     state["stop_ids"][0, : len(stop_ids)] = stop_ids
     state["forced"][0, : len(settings.forced)] = settings.forced

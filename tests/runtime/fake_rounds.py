@@ -251,7 +251,7 @@ class Bench:
 
 
 def make_input(policy: WidthPolicy, **changes: Any) -> RoundInput:
-    """The first round of a request that coincides with nobody's defaults."""
+    """The first round of a request that has settings of its own."""
     step = StepInput([5], 30, 1, [8, 9], Sampling(temperature=0.5, seed=2**62 + 3), True)
     settings = RoundSettings("coupled", policy, BLOCK, frozenset({9, 2}))
     return RoundInput(step, replace(settings, **changes), 44, 128)

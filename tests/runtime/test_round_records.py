@@ -66,6 +66,13 @@ def test_the_state_of_costs_goes_there_and_back() -> None:
     assert decode_record(record, 0).learned is None
 
 
+def test_tokens_that_cannot_come_end_nothing() -> None:
+    """A request may name any id, also one that is no int32."""
+    stop_ids = frozenset({399, 400, 3, 2**31, 2**64})
+    (state,) = encode_state(make_input(FixedWidth(), stop_ids=stop_ids), 400, WIDTHS)
+    assert (state["num_stop_ids"], state["stop_ids"][:3].tolist()) == (2, [3, 399, 0])
+
+
 def test_a_record() -> None:
     record = np.zeros(1, ROUND_RECORD)
     record[0] = (3, [4, 5, 6, 0, 0, 0, 0, 0], 6, 7, 2, 0, 33, record["policy_state"][0], 1)
