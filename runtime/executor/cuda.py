@@ -153,23 +153,23 @@ class CudaExecutor:
     def begin_rounds(self, given: RoundInput) -> None:
         """See `round_queue.RoundDevice`; on a slice for times only."""
         self._enter()
-        self._queue.clear()
+        self._forget_queued()
         first = self.ranks[0].rounds
         assert first is not None, "the engine has no rounds"
-        block = self._encode(given.step, wants_logits=given.settings.rule == "probabilistic")
+        has_test = given.settings.rule == "probabilistic"
+        if not first.is_prepared(has_test=has_test):
+            # On all ranks before any begins: kernels wait for other ranks for seconds only.
+            self._threads.run(
+                lambda index: self._rounds_of(index).prepare(has_test=has_test), is_patient=True
+            )
+        block = self._encode(given.step, wants_logits=has_test)
         state = first.encode(given)
         self.on_rounds(lambda rounds: rounds.begin(block, state))
 
     def on_rounds(self, function: Callable[[RankRounds], None]) -> None:
         """Call a function of the rounds of each rank, in their threads; waits for rank 0 only."""
         self._enter()
-
-        def call(index: int) -> None:
-            rounds = self.ranks[index].rounds
-            assert rounds is not None, "the engine has no rounds"
-            function(rounds)
-
-        self._threads.post(call)
+        self._threads.post(lambda index: function(self._rounds_of(index)))
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy all ring buffers of a slot."""
@@ -263,6 +263,11 @@ class CudaExecutor:
         if self.rank_slice is None:
             return own
         return looped_back(own[0], self.rank_slice, self.memory.slot_bytes)
+
+    def _rounds_of(self, index: int) -> RankRounds:
+        rounds = self.ranks[index].rounds
+        assert rounds is not None, "the engine has no rounds"
+        return rounds
 
     def _enter(self) -> None:
         """Make the first rank's context current in the calling thread; the others have theirs."""

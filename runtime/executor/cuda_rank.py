@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from inkrt.errors import DeviceError
 from inkrt.runtime.code_check import require_code
 from inkrt.runtime.engine_file import DRAFT_STEP, EngineConfig, read_code
+from inkrt.runtime.executor import cuda_rounds
 from inkrt.runtime.executor.cuda_memory import ROUND_CODE, DeviceMemory, num_bytes
 from inkrt.runtime.executor.cuda_rounds import RankRounds
 from inkrt.runtime.executor.peers import Mailbox, describe_error
@@ -85,7 +86,7 @@ class CudaRank:
         self.memory.connect(mailboxes)
         self.graphs = {name: self.capture(plan) for name, plan in self.plans.items()}
         self._loop = self.capture(self.plans["decode"], advances=True)
-        if ROUND_CODE in self.modules and DRAFT_STEP in self.plans:
+        if cuda_rounds.ON_DEVICE and ROUND_CODE in self.modules and DRAFT_STEP in self.plans:
             self.rounds = RankRounds(self, self._vocab_size)
 
     @property
@@ -100,8 +101,7 @@ class CudaRank:
 
     def capture(self, plan: Plan, *, advances: bool = False, until: int | None = None) -> Any:
         """One graph of a plan's first launches, or all; with `advances`, it feeds itself."""
-        builder = self.device.create_graph_builder()
-        builder.begin_building()
+        builder = self.begin_graph()
         self.add_plan(builder, plan, until=until)
         if advances:
             inputs, offsets = self.memory.inputs, self.memory.input_offsets
@@ -118,8 +118,24 @@ class CudaRank:
         graph.upload(self.stream)
         return graph
 
+    def begin_graph(self) -> Any:
+        """The builder of a graph, in whichever thread calls."""
+        # Every thread has devices of its own in cuda.core, which ask for more than a context: the
+        # body of a conditional node gets its stream from that of the thread that builds it.
+        device = type(self.device)(self.device.device_id)
+        device.set_current()
+        builder = device.create_graph_builder()
+        builder.begin_building()
+        return builder
+
     def add_plan(
-        self, builder: Any, plan: Plan, *, until: int | None = None, is_first: bool = True
+        self,
+        builder: Any,
+        plan: Plan,
+        *,
+        until: int | None = None,
+        is_first: bool = True,
+        pdl: bool = True,
     ) -> None:
         """Add a plan's first launches, or all, to a graph that is being built.
 
@@ -128,11 +144,12 @@ class CudaRank:
             plan: of a step, or of a ratio test.
             until: number of its launches; None for all.
             is_first: whether the graph has no kernel yet that the first could start beside.
+            pdl: whether kernels may start beside their predecessors at all.
         """
         for launch in plan.launches[:until]:
             for kernel in launch.kernels:
                 params = [self.param(plan, param) for param in kernel.params]
-                self.add_kernel(builder, kernel, params, pdl=kernel.pdl and not is_first)
+                self.add_kernel(builder, kernel, params, pdl=pdl and kernel.pdl and not is_first)
                 is_first = False
 
     def add_control(

@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 
 assert ROUND_STATE.fields is not None
 _WRITABLE_END = int(ROUND_STATE.fields["writable_end"][1])  # bytes from the state's start
+# Whether GPUs run rounds at all; else the host does, step by step, and no graph of a round is made.
+ON_DEVICE = True
+# Whether kernels of one body of a conditional node may start beside their predecessors, as those of
+# a step do in its own graph. perf/kernels/graph_probe.py tells what a driver does of it.
+PDL_IN_BODIES = True
 # Longest that a round may take, in seconds, some thousand times what it does.
 ROUND_S = 20.0
 # Threads of the kernels between the steps.
@@ -95,7 +100,8 @@ def encode_state(
     state["num_contexts"] = 1
     cases = cases_of_widths(widths, most)
     state["case_of_width"][0, : len(cases)] = cases
-    stop_ids = sorted(settings.stop_ids)
+    # Callers may name any token; others do not come.
+    stop_ids = sorted(token for token in settings.stop_ids if token < vocab_size)
     state["num_stop_ids"] = len(stop_ids)
     state["stop_ids"][0, : len(stop_ids)] = stop_ids
     state["forced"][0, : len(settings.forced)] = settings.forced
@@ -183,20 +189,32 @@ class RankRounds:
         self._num_ends = 0
         self._plans = row_plans(rank.plans)
         # By whether drafts are judged by the ratio test: one is there from the beginning.
-        self._graphs: dict[bool, Any] = {False: self._capture(has_test=False)}
+        self._graphs: dict[bool, Any] = {}
+        # What graphs were made from, as conditional handles belong to it.
+        self._builders: list[Any] = []
+        self.prepare(has_test=False)
         self.graph = self._graphs[False]
+
+    def is_prepared(self, *, has_test: bool) -> bool:
+        """Whether the graph with or without the ratio test is there."""
+        return has_test in self._graphs
+
+    def prepare(self, *, has_test: bool) -> None:
+        """Capture the graph with or without the ratio test, unless it is there."""
+        if has_test not in self._graphs:
+            self._graphs[has_test] = self._capture(has_test=has_test)
 
     def encode(self, given: RoundInput) -> NDArray[np.void]:
         """The state that a chain begins with; it is the same on all ranks."""
         return encode_state(given, self._vocab_size, [plan.num_tokens for plan in self._plans])
 
     def begin(self, block: NDArray[np.uint8], state: NDArray[np.void]) -> None:
-        """Wait for all work, forget records, and set step inputs and state."""
+        """Wait for all work, forget records, and set step inputs and state.
+
+        Its graph must have been prepared.
+        """
         self._rank.send_inputs(block)
-        has_test = bool(state["rule"][0] == RoundRule.PROBABILISTIC)
-        if has_test not in self._graphs:
-            self._graphs[has_test] = self._capture(has_test=has_test)
-        self.graph = self._graphs[has_test]
+        self.graph = self._graphs[bool(state["rule"][0] == RoundRule.PROBABILISTIC)]
         self.ring.view(np.uint8)[:] = 0
         self._staged[:] = state.view(np.uint8)
         self._rank.copy_to_device(self._state, self._staged)
@@ -222,8 +240,7 @@ class RankRounds:
         tokens, position = inputs + offsets["tokens"], inputs + offsets["position"]
         num_tokens = inputs + offsets["num_tokens"]
         ring = self.ring.ctypes.data
-        builder = rank.device.create_graph_builder()
-        builder.begin_building()
+        builder = rank.begin_graph()
         # Until a kernel says otherwise, nothing is drafted, and no case of the switch runs.
         draft = builder.create_condition(default_value=0)
         width = builder.create_condition(default_value=len(self._plans))
@@ -235,7 +252,7 @@ class RankRounds:
         outputs = {name: plan.tensors[index] for name, index in plan.outputs.items()}
         confidences = outputs.get("confidences")
         drafting = builder.if_then(draft).begin_building()
-        rank.add_plan(drafting, plan)
+        rank.add_plan(drafting, plan, pdl=PDL_IN_BODIES)
         choose = (
             self._state,
             memory.address(plan.name, outputs["tokens"]),
@@ -245,19 +262,25 @@ class RankRounds:
             num_tokens,
             handles[1],
         )
-        rank.add_control(drafting, ROUND_CODE, "choose_width", choose, threads=_WARP)
+        rank.add_control(
+            drafting, ROUND_CODE, "choose_width", choose, threads=_WARP, pdl=PDL_IN_BODIES
+        )
         drafting.end_building()
 
         bodies = builder.switch(width, len(self._plans))
         for body, plan in zip(bodies, self._plans, strict=True):
             body.begin_building()
-            rank.add_plan(body, plan)
+            rank.add_plan(body, plan, pdl=PDL_IN_BODIES)
             if has_test and plan.name in rank.ratio_tests:
-                rank.add_plan(body, rank.ratio_tests[plan.name], is_first=False)
+                test = rank.ratio_tests[plan.name]
+                rank.add_plan(body, test, is_first=False, pdl=PDL_IN_BODIES)
             drawn = memory.address(plan.name, plan.tensors[plan.outputs["tokens"]])
             commit = (self._state, drawn, tokens, position, ring, memory.error)
-            rank.add_control(body, ROUND_CODE, "commit_round", commit, threads=_WARP)
+            rank.add_control(
+                body, ROUND_CODE, "commit_round", commit, threads=_WARP, pdl=PDL_IN_BODIES
+            )
             body.end_building()
+        self._builders.append(builder)
         graph = builder.end_building().complete()
         graph.upload(rank.stream)
         return graph

@@ -29,6 +29,7 @@ from inkrt.runtime.executor.round_queue import (
     RoundInput,
     RoundQueue,
     RoundRecord,
+    RoundSettings,
 )
 from inkrt.runtime.executor.round_state import RoundStatus
 from inkrt.runtime.generation import Generation
@@ -247,3 +248,10 @@ class Bench:
         speculator = Speculator(EngineDrafter(), policy, most)
         session = Session(self.executor, self.states, self.config, self.states.open())
         return Generation(session, list(prompt), SamplingParams(**params), None, speculator)
+
+
+def make_input(policy: WidthPolicy, **changes: Any) -> RoundInput:
+    """The first round of a request that has settings of its own."""
+    step = StepInput([5], 30, 1, [8, 9], Sampling(temperature=0.5, seed=2**62 + 3), True)
+    settings = RoundSettings("coupled", policy, BLOCK, frozenset({9, 2}))
+    return RoundInput(step, replace(settings, **changes), 44, 128)

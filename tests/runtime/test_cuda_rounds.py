@@ -1,4 +1,4 @@
-"""Rounds on GPUs without one: the state that is sent, records, the graph, and several ranks."""
+"""Rounds on GPUs without one: the graph, and several ranks."""
 
 import ctypes
 from collections.abc import Iterator
@@ -8,96 +8,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_rounds import BLOCK, cost_aware
+from fake_rounds import cost_aware, make_input
 
 from inkrt.errors import DeviceError
 from inkrt.runtime.engine_file import DRAFT_STEP
-from inkrt.runtime.executor import Sampling, StepInput, cuda_rounds
+from inkrt.runtime.executor import cuda_rounds
 from inkrt.runtime.executor.cuda import ROUND_RULES, CudaExecutor
 from inkrt.runtime.executor.cuda_memory import ROUND_REGION
 from inkrt.runtime.executor.cuda_rounds import (
     CudaRounds,
     RankRounds,
-    cases_of_widths,
-    decode_record,
     encode_state,
     row_plans,
 )
 from inkrt.runtime.executor.decode_queue import DecodeQueue
 from inkrt.runtime.executor.rank_threads import RankThreads
-from inkrt.runtime.executor.round_queue import RoundInput, RoundQueue, RoundSettings
-from inkrt.runtime.executor.round_state import ROUND_RECORD, ROUND_STATE, RoundStatus
+from inkrt.runtime.executor.round_queue import RoundQueue
+from inkrt.runtime.executor.round_state import ROUND_STATE
 from inkrt.runtime.plan import Plan, TensorSpec
-from inkrt.runtime.spec.width import ConfidenceThreshold, FixedWidth, WidthPolicy
-
-WIDTHS = [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def make_input(policy: WidthPolicy, **changes: Any) -> RoundInput:
-    step = StepInput([5], 30, 1, [8, 9], Sampling(temperature=0.5, seed=2**62 + 3), True)
-    settings = RoundSettings("coupled", policy, BLOCK, frozenset({9, 2}))
-    return RoundInput(step, replace(settings, **changes), 44, 128)
-
-
-@pytest.mark.parametrize(
-    ("widths", "most", "cases"),
-    [
-        (WIDTHS, 7, [0, 1, 2, 3, 4, 5, 6, 7]),
-        ([1, 2, 4, 8], 7, [0, 1, 2, 2, 3, 3, 3, 3]),
-        ([1, 8], 3, [0, 1, 1, 1]),
-    ],
-)
-def test_every_width_has_the_narrowest_step(widths: list[int], most: int, cases: list[int]) -> None:
-    assert cases_of_widths(widths, most) == cases
-
-
-def test_the_state_of_every_policy() -> None:
-    (state,) = encode_state(make_input(FixedWidth()), 400, WIDTHS)
-    plain = {
-        "policy": 0, "rule": 0, "most": 7, "num_left": 44, "writable_end": 128, "finished": 0,
-        "round": 0, "num_stop_ids": 2, "vocab_size": 400, "seed": 2**62 + 3, "num_contexts": 1,
-    }  # fmt: skip
-    assert {name: int(state[name]) for name in plain} == plain
-    assert state["stop_ids"][:3].tolist() == [2, 9, 0]
-    assert state["case_of_width"].tolist() == [*range(8)]
-    (state,) = encode_state(
-        make_input(ConfidenceThreshold(0.3), rule="forced", most=2, forced=(0.5, 0.25)), 400, [1, 4]
-    )
-    assert (state["policy"], state["rule"], state["threshold"]) == (1, 2, 0.3)
-    assert state["forced"].tolist() == [0.5, 0.25, 0, 0, 0, 0, 0]
-    assert state["case_of_width"].tolist() == [0, 1, 1, 0, 0, 0, 0, 0]
-
-
-def test_the_state_of_costs_goes_there_and_back() -> None:
-    """What a policy has learned is in the state, and comes out of a record as it was."""
-    policy = cost_aware(explore_every=5, num_first=2, margin=0.125)
-    for drafted, accepted in ((7, 3), (7, 7), (0, 0)):
-        assert policy.skip(20) == 0
-        policy.choose([0.9, 0.8, 0.1, 0.7, 0.7, 0.7, 0.7], 7, 20)
-        policy.observe(drafted, accepted)
-    (state,) = encode_state(make_input(policy), 400, WIDTHS)
-    costs = policy.on_device
-    assert costs is not None
-    assert (state["policy"], state["explore_every"], state["num_first"]) == (2, 5, 2)
-    assert (state["margin"], state["num_contexts"]) == (0.125, 3)
-    assert state["contexts"][:4].tolist() == [16, 40, 100, 0]
-    assert state["plain"][:3].tolist() == [one.plain for one in costs.costs]
-    assert state["rounds"][:3].tolist() == [list(one.rounds) for one in costs.costs]
-    for unread in (None, 0.25):
-        policy.state = replace(policy.state, unread=unread)
-        (state,) = encode_state(make_input(policy), 400, WIDTHS)
-        record = np.zeros(1, ROUND_RECORD)
-        record["policy_state"] = state["policy_state"]
-        assert decode_record(record, 7).learned == policy.state
-    assert decode_record(record, 0).learned is None
-
-
-def test_a_record() -> None:
-    record = np.zeros(1, ROUND_RECORD)
-    record[0] = (3, [4, 5, 6, 0, 0, 0, 0, 0], 6, 7, 2, 0, 33, record["policy_state"][0], 1)
-    found = decode_record(record, 0)
-    assert (found.status, found.tokens, found.drafted) == (RoundStatus.OK, [4, 5, 6], 6)
-    assert (found.proposed, found.position) == (7, 33)
+from inkrt.runtime.spec.width import FixedWidth
 
 
 class FakeBuilder:
@@ -179,15 +108,19 @@ class FakeRank:
             host_bytes=lambda size: np.zeros(size, np.uint8),
             address=lambda step, spec: f"{step}.{spec.name}",
         )
-        self.device = SimpleNamespace(create_graph_builder=lambda: FakeBuilder([]))
         self.rounds = RankRounds(self, 400)  # type: ignore[arg-type]
         self.is_idle = False
         self.ring = np.zeros(1, np.uint64)
 
-    def add_plan(self, builder: FakeBuilder, plan: Plan, *, is_first: bool = True) -> None:
+    def begin_graph(self) -> FakeBuilder:
+        return FakeBuilder([]).begin_building()
+
+    def add_plan(
+        self, builder: FakeBuilder, plan: Plan, *, is_first: bool = True, pdl: bool
+    ) -> None:
         assert builder.is_building
         assert is_first == (not builder.log)
-        builder.log.append(("plan", plan.name))
+        builder.log.append(("plan", plan.name, pdl))
 
     def add_control(
         self, builder: FakeBuilder, code: str, entry: str, params: Any, **options: Any
@@ -223,22 +156,25 @@ class FakeRank:
         self.calls.append("sound")
 
 
-def test_the_graph_of_a_round() -> None:
-    rank = FakeRank()
+@pytest.mark.parametrize("edges", [True, False])
+def test_the_graph_of_a_round(monkeypatch: pytest.MonkeyPatch, edges: bool) -> None:
+    monkeypatch.setattr(cuda_rounds, "PDL_IN_BODIES", edges)
+    rank, with_edges = FakeRank(), {"pdl": edges}
     ring = rank.rounds.ring.ctypes.data
     state, tokens, position, num_tokens = 10_500, 20_000, 20_032, 20_048
 
     def case(step: str) -> list[Any]:
-        commit = ("commit_round", state, f"{step}.tokens", tokens, position, ring, 7, {})
-        return [("plan", step), commit]
+        commit = ("commit_round", state, f"{step}.tokens", tokens, position, ring, 7, with_edges)
+        return [("plan", step, edges), commit]
 
     choose = (
-        "choose_width", state, "draft.tokens", "draft.confidences", 3, tokens, num_tokens, 102, {},
+        "choose_width", state, "draft.tokens", "draft.confidences", 3, tokens, num_tokens, 102,
+        with_edges,
     )  # fmt: skip
     assert rank.rounds.graph.log == [
         # Nothing stands in front of it that it could start beside.
         ("begin_round", state, num_tokens, position, ring, 7, 101, 102, {"pdl": False}),
-        ("if", 101, [[("plan", DRAFT_STEP), choose]]),
+        ("if", 101, [[("plan", DRAFT_STEP, edges), choose]]),
         ("switch", 102, [case("decode"), case("verify2"), case("verify8")]),
         ("upload", "stream"),
     ]
@@ -255,10 +191,11 @@ def test_the_ratio_test_stands_behind_steps_that_verify() -> None:
         ("coupled", False), ("probabilistic", True), ("forced", False), ("probabilistic", True)
     ):  # fmt: skip
         chosen = replace(given, settings=replace(given.settings, rule=rule))
+        rank.rounds.prepare(has_test=is_tested)
         rank.rounds.begin("block", rank.rounds.encode(chosen))  # type: ignore[arg-type]
         assert (rank.rounds.graph is coupled) == (not is_tested)
         cases = [[entry[:2] for entry in case] for case in rank.rounds.graph.log[2][2]]
-        steps = [[name for kind, name in case if kind == "plan"] for case in cases]
+        steps = [[name for kind, name, *_ in case if kind == "plan"] for case in cases]
         tests = [["ratio_verify2"], ["ratio_verify8"]] if is_tested else [[], []]
         assert steps == [["decode"], ["verify2", *tests[0]], ["verify8", *tests[1]]]
         assert [case[-1][0] for case in cases] == ["commit_round"] * 3
@@ -357,6 +294,31 @@ def test_anything_else_ends_the_chain(executor: Any) -> None:
     assert executor.rounds._chain.continues(follows)
     executor.begin(given.step)
     assert executor.rounds._chain is None
+
+
+def test_rounds_that_are_timed_end_the_chain(executor: Any) -> None:
+    """`Timer.rounds` begins them past the queue."""
+    given = make_input(FixedWidth())
+    executor.ranks[0].rounds.graph.launch = lambda _: leave(executor.ranks[0], 0, 50, 31)
+    executor.rounds.run(given, 0)
+    executor.begin_rounds(given)
+    assert executor.rounds._chain is None
+
+
+def test_all_ranks_have_the_graph_before_any_begins(executor: Any) -> None:
+    """Capturing takes a while, and kernels wait for other ranks for some seconds only."""
+    seen = []
+    for rank in executor.ranks:
+        rank.send_inputs = lambda _block: seen.append(
+            [one.rounds.is_prepared(has_test=True) for one in executor.ranks]
+        )
+    given = make_input(FixedWidth(), rule="probabilistic")
+    for _ in range(2):
+        executor.begin_rounds(given)
+    executor._threads.join()
+    assert seen == [[True] * len(executor.ranks)] * (2 * len(executor.ranks))
+    graphs = [len(rank.rounds._builders) for rank in executor.ranks]
+    assert graphs == [2] * len(executor.ranks)
 
 
 def test_a_gpu_that_stands_still_is_noticed(executor: Any) -> None:
