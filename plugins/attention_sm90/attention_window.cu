@@ -1,0 +1,408 @@
+// relative_attention of up to eight tokens with a window, head dim 128: the kernel of least latency.
+//
+// Eight blocks serve a token and a kv head, each an eighth of the keys, counted from the token: a key's block, warp and
+// lane follow from its distance alone, so no token's bits depend on the step, and no block has more keys than another.
+// K goes to registers and V to shared memory before the wait. Behind it lie one latency of the L2 and three phases:
+//   S^T [16 keys x 8 heads]  = K   (A, registers) x Q^T (B, from global memory)    a warp has kTiles * 16 keys
+//   O^T [32 dims x 8 heads] += V^T (A)            x P^T (B, through shared memory) a warp has all keys of the block
+//   a block adds up 16 dims of all blocks: the fragments of block b, in the order of b
+// Reference points of exponents are whole powers of two, one per warp and head, so a change of them costs no rounding.
+//
+// Macros: ATTN_TOKENS, ATTN_KV_HEADS, ATTN_HEADS_PER_KV, ATTN_WINDOW, ATTN_RING_ROWS as in shape.cuh, and
+//   ATTN_EXTENT     distances that have a bias, from 0 on
+//   ATTN_IN_MEMORY  0: blocks are a cluster and exchange in shared memory; 1: no cluster, through global memory. An
+//                   empty slot there has all bits set, and all blocks must be resident. The bits are the same.
+// Grid (8, ATTN_KV_HEADS, ATTN_TOKENS). Rows of `out` from num_tokens on are left as they are.
+#include "device.cuh"
+#include "kv_layout.cuh"
+#include "latency.cuh"
+#include "sm90.cuh"
+
+namespace {
+
+constexpr int kHeadsPerKv = ATTN_HEADS_PER_KV, kHeads = ATTN_KV_HEADS * kHeadsPerKv;
+constexpr int kWindow = ATTN_WINDOW, kExtent = ATTN_EXTENT, kRingRows = ATTN_RING_ROWS;
+constexpr int kDim = 128, kStates = 16, kPage = kv_layout::kPageTokens;
+using Tile = kv_layout::Tile<kDim>;
+constexpr int kBlocks = 8, kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kTiles = (kWindow + 16 * kWarps * kBlocks - 1) / (16 * kWarps * kBlocks);  // of 16 keys
+constexpr int kWarpKeys = 16 * kTiles, kKeys = kWarps * kWarpKeys;
+constexpr int kSteps = kKeys / 16, kPairs = (kHeadsPerKv + 1) / 2;
+constexpr int kOwn = 8;  // the last keys of all, of which the step itself may have written some
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kNoKey = -1e30f;  // reference point without a key; finite, so no difference is NaN
+static_assert(kTiles <= 2 && kBlocks * 16 == kDim && ATTN_TOKENS <= kOwn, "window_tactics sees to it");
+
+// What a block receives of block b: the fragment of its 16 dims, of a lane {dim g, heads 2 t and 2 t + 1}, {dim g + 8,
+// likewise}; and for a pair of heads the block's reference points and denominators.
+constexpr int kSlots = kBlocks * (32 + 4);
+INK_DEVICE u32 fragment_slot(u32 b, u32 lane) { return b * 32 + lane; }
+INK_DEVICE u32 sums_slot(u32 b, u32 t) { return kBlocks * 32 + b * 4 + t; }
+
+struct Shared {
+  alignas(1024) u8 v[2][kKeys * 128];  // [half of the dims][key], swizzled as in the cache
+  alignas(16) u32 p[kKeys][4];         // bf16 pairs of heads
+  float4 warp_sums[kWarps][4];         // [warp][pair of heads]: reference point and denominator of either
+  float4 received[kSlots];             // of the blocks
+  u64 has_values, has_received;
+};
+
+// 2^x for a whole x <= 0; 0 below -126.
+INK_DEVICE float power_of_two(float x) {
+  return __uint_as_float(__float_as_uint(fmaxf(x, -127.f) + (12582912.f + 127.f)) << 23);
+}
+INK_DEVICE float round_to_whole(float x) {
+  return __fadd_rn(__fadd_rn(x, 12582912.f), -12582912.f);
+}
+INK_DEVICE float half_of(u32 pair, u32 index) { return __uint_as_float(index ? pair & 0xFFFF0000u : pair << 16); }
+INK_DEVICE float max_over_keys(float x) {
+#pragma unroll
+  for (int d = 4; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(INK_FULL_WARP, x, d));
+  return x;
+}
+INK_DEVICE float sum_over_keys(float x) {
+#pragma unroll
+  for (int d = 4; d < 32; d <<= 1) x += __shfl_xor_sync(INK_FULL_WARP, x, d);
+  return x;
+}
+
+// Where a kv head's rows of keys and values lie.
+struct Rows {
+  const int* page_table;
+  int slot, kv_head;
+  INK_DEVICE long long tile(int key) const {
+    return Tile::begin(kv_layout::page_of(key, page_table, slot, kRingRows ? kRingRows : kPage), ATTN_KV_HEADS, kv_head);
+  }
+  INK_DEVICE const u8* row(const u8* cache, int key) const {
+    return cache + tile(key) + key % kPage * Tile::kRowBytes;
+  }
+};
+// Chunk c of a row stands c / 8 blocks of dims and this many bytes behind its begin.
+INK_DEVICE u32 in_row(u32 key, u32 chunk) { return (chunk % 8 ^ key % 8) * 16; }
+// Chunks t, t + 4, t + 8 and t + 12 of a row of keys.
+INK_DEVICE void load_keys(uint4 (&to)[4], const u8* row, u32 key, u32 t) {
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) to[i] = load_act16(row + i / 2 * Tile::kBlockBytes + in_row(key, 4 * i + t));
+}
+INK_DEVICE u32 in_shared(u32 row, u32 key, u32 chunk) {
+  return chunk / 8 * (kKeys * 128) + row * 128 + in_row(key, chunk);
+}
+
+// Rows [first, end) of the block's V, which begins at key `key0`, to shared memory: lanes of one warp have a half of a
+// page each.
+INK_DEVICE void request_values(Shared& sm, const Rows& rows, const u8* v_cache, int key0, int first, int end, int lane) {
+  if (lane == 0) mbar_expect(&sm.has_values, max(0, end - first) * 2 * 128);
+  __syncwarp();
+  const int half = (u32)lane % 2, page = (first / kPage + (int)((u32)lane / 2)) * kPage;
+  const int from = max(first, page), to = min(end, page + kPage);
+  if (from < to)
+    bulk_load(sm.v[half] + (from - key0) * 128,
+              v_cache + rows.tile(from) + half * Tile::kBlockBytes + from % kPage * Tile::kRowBytes, (to - from) * 128,
+              &sm.has_values);
+}
+
+// A operand of V^T: 16 dims and the 16 keys from row 16 * step on.
+INK_DEVICE void load_values(u32 (&a)[4], const Shared& sm, u32 key0, u32 step, u32 dims, u32 lane) {
+  const u32 row = 16 * step + lane / 16 * 8 + lane % 8;
+  load_matrices_transposed(a, sm.v[0] + in_shared(row, key0 + row, 2 * dims + lane / 8 % 2));
+}
+
+#if ATTN_IN_MEMORY
+INK_DEVICE bool is_empty(float4 x) {
+  return (__float_as_uint(x.x) == 0xFFFFFFFFu) | (__float_as_uint(x.y) == 0xFFFFFFFFu) |
+         (__float_as_uint(x.z) == 0xFFFFFFFFu) | (__float_as_uint(x.w) == 0xFFFFFFFFu);
+}
+INK_DEVICE bool is_used(u32 slot) { return slot % 4 < kPairs; }
+// What all blocks have for this one, to shared memory; the slots are empty again. All threads.
+INK_DEVICE void receive(Shared& sm, float4* slots, int* error, u32 thread) {
+  constexpr int kShare = (kSlots + kThreads - 1) / kThreads;
+  float4 v[kShare];
+  bool is_complete = false;
+  for (u32 spins = 0; !is_complete; ++spins) {
+    is_complete = true;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const u32 slot = thread + i * kThreads;
+      v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (slot < kSlots && is_used(slot)) sm90::load_relaxed(slots + slot, v[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) is_complete &= !is_empty(v[i]);
+    if (!is_complete && spins == INK_SPIN_LIMIT / 4) {
+      report_error(error, ERROR_SENTINEL);
+      break;
+    }
+  }
+  const float empty = __uint_as_float(0xFFFFFFFFu);
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const u32 slot = thread + i * kThreads;
+    if (slot >= kSlots) break;
+    sm.received[slot] = v[i];
+    if (is_used(slot)) sm90::store_relaxed(slots + slot, make_float4(empty, empty, empty, empty));
+  }
+  __syncthreads();
+}
+#endif
+
+}  // namespace
+
+// entries: the page table int32 [max_pages], or the slot int32 [1] of a ring. q, gate, out: [T, H, 128]; rel: [T, H, 16];
+// bank: [ATTN_EXTENT, 16]; sinks: [T, H]. position, num_tokens and entries are stable while the step runs. slots:
+// [T, KV, 8 blocks, kSlots].
+extern "C" __global__ void __launch_bounds__(kThreads)
+    window_relative_attention(const bf16* q, const bf16* rel, const bf16* bank, const bf16* sinks, const bf16* gate,
+                              const u8* k_cache, const u8* v_cache, const int* entries, const int* position,
+                              const int* num_tokens, bf16* out,
+#if ATTN_IN_MEMORY
+                              float4* partials,
+#endif
+                              int* error, float scale) {
+  Shared& sm = *(Shared*)dynamic_smem();
+  const u32 thread = threadIdx.x, lane = thread % 32, t = lane % 4;
+  const int warp = thread / 32, g = lane / 4;
+  const int rank = blockIdx.x, kv_head = blockIdx.y, token = blockIdx.z;
+  const int start = load_act_int(position), count = load_act_int(num_tokens), entry = load_act_int(entries);
+  if (thread == 0) {
+    pdl_trigger();
+    mbar_init(&sm.has_values, 1);
+    mbar_init(&sm.has_received, 1);
+    if (!ATTN_IN_MEMORY) mbar_expect(&sm.has_received, kBlocks * 8 * kPairs * 16 + kBlocks * kPairs * 16);
+  }
+  // Of the warp's keys, tile i has rows g and g + 8 in a lane; the last key of the last block is the token's own.
+  const int to_warp = kBlocks * kKeys - 1 - rank * kKeys - warp * kWarpKeys;  // distance of the warp's first key
+  u32 a_bank[kTiles][4];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int distance = to_warp - 16 * i - 8 * half - g;
+      uint2 x = make_uint2(0, 0);
+      if (distance < kExtent) x = load_weight8(bank + distance * kStates + 4 * t);
+      a_bank[i][half] = x.x, a_bank[i][half + 2] = x.y;
+    }
+
+  if (token >= count) return;  // all blocks of the token
+  const int p = start + token, key0 = p - (kBlocks * kKeys - 1) + rank * kKeys;
+  const int first_key = max(0, p - kWindow + 1);
+  const Rows rows{kRingRows ? nullptr : entries, entry, kv_head};
+  uint4 k[kTiles][2][4];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = p - (to_warp - 16 * i - 8 * half - g);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) k[i][half][j] = make_uint4(0, 0, 0, 0);
+      if (key >= first_key && key < start) load_keys(k[i][half], rows.row(k_cache, key), key, t);
+    }
+  // Keys that the token does not see have no probability, but what stands in their place may be NaN.
+  const int unseen = min(first_key - key0, kKeys);
+  for (int c = thread; c < unseen * 16; c += kThreads)
+    *(uint4*)(sm.v[0] + in_shared((u32)c / 16, 0, (u32)c % 16)) = make_uint4(0, 0, 0, 0);
+  if (ATTN_IN_MEMORY) {
+    __syncthreads();
+  } else {
+    cluster_arrive();  // the barriers of all blocks can be counted on
+    cluster_wait();
+  }
+  if (warp == 0) request_values(sm, rows, v_cache, key0, max(first_key, key0), min(key0 + kKeys, start), lane);
+
+  // Whatever can be known of addresses is worked out before the wait.
+  const size_t row = (size_t)token * kHeads + kv_head * kHeadsPerKv;  // head 0
+  const bf16* const q_at = worked_out(q + (row + g) * kDim + 8 * t);
+  const bf16* const rel_at = worked_out(rel + (row + g) * kStates + 4 * t);
+  // The step's own rows are among the last eight: keys go straight to their registers, values are copied by all.
+  const int own_key = p - (kOwn - 1) + g, own_value = p - (kOwn - 1) + (int)(thread / 16);
+  const bool has_own_key = rank == kBlocks - 1 && warp == kWarps - 1 && own_key >= start;
+  const bool has_own_value = rank == kBlocks - 1 && own_value >= start;
+  const u8* own_key_at = k_cache;
+  const u8* own_value_at = v_cache;
+  if (has_own_key) own_key_at = rows.row(k_cache, own_key);
+  if (has_own_value)
+    own_value_at = rows.row(v_cache, own_value) + thread % 16 / 8 * Tile::kBlockBytes + in_row(own_value, thread % 16);
+  own_key_at = worked_out(own_key_at), own_value_at = worked_out(own_value_at);
+  // The thread's output: element `thread` of the fragments.
+  const int pair = thread / 4 % 4, head = 2 * pair + (int)(thread % 2);
+  const int dim = 16 * rank + (int)(thread / 16 + thread % 4 / 2 * 8);
+  const bool is_output = head < kHeadsPerKv;
+  const u32* const sink_at = worked_out((const u32*)sinks + (row + head) / 2);
+  const u32* const gate_at = worked_out((const u32*)gate + ((row + head) * kDim + dim) / 2);
+
+  pdl_wait();
+  // Everything that is loaded here is on its way at once; what is used first comes first.
+  uint4 b_q[4], value;
+  uint2 b_rel = make_uint2(0, 0);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) b_q[i] = make_uint4(0, 0, 0, 0);
+  if (g < kHeadsPerKv) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b_q[i] = load_act16(q_at + 32 * i);
+    b_rel = load_act8(rel_at);
+  }
+  if (has_own_key) load_keys(k[kTiles - 1][1], own_key_at, own_key, t);
+  if (has_own_value) value = load_act16(own_value_at);
+  u32 sink = 0, opening = 0;  // pairs, of which the thread has one half
+  if (is_output) {
+    sink = load_act4(sink_at);
+    opening = load_act4(gate_at);
+  }
+
+  mbar_wait(&sm.has_values, 0, error);
+  __syncwarp();
+  u32 a_values[kSteps][2][4];
+#pragma unroll
+  for (int step = 0; step + 1 < kSteps; ++step)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_values(a_values[step][i], sm, key0, step, 2 * warp + i, lane);
+
+  // Again: across a loop ptxas does not put these loads off till their values are needed, when there is no latency left to
+  // hide them behind.
+  mbar_wait(&sm.has_values, 0, error);
+  __syncwarp();
+
+  // Scores: two sums each of four products, one behind the other.
+  float s[kTiles][4];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    float even[4] = {0.f, 0.f, 0.f, 0.f}, odd[4] = {0.f, 0.f, 0.f, 0.f}, bias[4] = {0.f, 0.f, 0.f, 0.f};
+    mma_bf16(bias, a_bank[i], b_rel.x, b_rel.y);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint4 x = k[i][0][j], y = k[i][1][j];
+      const u32 low[4] = {x.x, y.x, x.y, y.y}, high[4] = {x.z, y.z, x.w, y.w};
+      mma_bf16(even, low, b_q[j].x, b_q[j].y);
+      mma_bf16(odd, high, b_q[j].z, b_q[j].w);
+    }
+    const u32 rounded[2] = {pack_bf16(bias[0], bias[1]), pack_bf16(bias[2], bias[3])};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int distance = to_warp - 16 * i - e / 2 * 8 - g;
+      const float x = fmaf(even[e] + odd[e], scale, e % 2 ? high_float(rounded[e / 2]) : low_float(rounded[e / 2]));
+      s[i][e] = distance < kWindow && distance <= p ? x : -__int_as_float(0x7F800000);
+    }
+  }
+  // Probabilities of the warp's keys and heads 2 t and 2 t + 1, and their sums.
+  float m[2], l[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float top = fmaxf(s[0][h], s[0][h + 2]);
+    if (kTiles == 2) top = fmaxf(top, fmaxf(s[kTiles - 1][h], s[kTiles - 1][h + 2]));
+    m[h] = round_to_whole(fmaxf(max_over_keys(top) * kLog2e, kNoKey));
+  }
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[i][e] = exp2_approx(fmaf(s[i][e], kLog2e, -m[e % 2]));
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      sm.p[warp * kWarpKeys + 16 * i + 8 * half + g][t] = pack_bf16(s[i][2 * half], s[i][2 * half + 1]);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    l[h] = s[0][h] + s[0][h + 2];
+    if (kTiles == 2) l[h] += s[kTiles - 1][h] + s[kTiles - 1][h + 2];
+    l[h] = sum_over_keys(l[h]);
+  }
+  if (g == 0) sm.warp_sums[warp][t] = make_float4(m[0], l[0], m[1], l[1]);
+  if (has_own_value) *(uint4*)(sm.v[0] + in_shared(kKeys - kOwn + thread / 16, own_value, thread % 16)) = value;
+  __syncthreads();
+
+  // Results: 32 dims of all keys of the block, of each warp's keys by themselves and then together.
+#pragma unroll
+  for (int i = 0; i < 2; ++i) load_values(a_values[kSteps - 1][i], sm, key0, kSteps - 1, 2 * warp + i, lane);
+  float o[kWarps][2][4];
+#pragma unroll
+  for (int step = 0; step < kSteps; step += 2) {
+    u32 b[4];  // of two steps
+    load_matrices_transposed(b, sm.p[16 * step + lane]);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float(&sums)[2][4] = o[(step + j) / kTiles];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if ((step + j) % kTiles == 0)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sums[i][e] = 0.f;
+        mma_bf16(sums[i], a_values[step + j][i], b[2 * j], b[2 * j + 1]);
+      }
+    }
+  }
+  float4 of_warp[kWarps];
+  float4 sums = make_float4(kNoKey, 0.f, kNoKey, 0.f);
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    of_warp[w] = sm.warp_sums[w][t];
+    sums.x = fmaxf(sums.x, of_warp[w].x);
+    sums.z = fmaxf(sums.z, of_warp[w].z);
+  }
+  float4 result[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) result[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const float x = power_of_two(of_warp[w].x - sums.x), y = power_of_two(of_warp[w].z - sums.z);
+    sums.y = fmaf(of_warp[w].y, x, sums.y);
+    sums.w = fmaf(of_warp[w].w, y, sums.w);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      result[i].x = fmaf(o[w][i][0], x, result[i].x);
+      result[i].y = fmaf(o[w][i][1], y, result[i].y);
+      result[i].z = fmaf(o[w][i][2], x, result[i].z);
+      result[i].w = fmaf(o[w][i][3], y, result[i].w);
+    }
+  }
+
+  // Dims 16 r to 16 r + 15 to block r.
+#if ATTN_IN_MEMORY
+  float4* const of_token = partials + ((size_t)token * ATTN_KV_HEADS + kv_head) * kBlocks * kSlots;
+  if (t < kPairs) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float4* const to = of_token + (2 * warp + i) * kSlots;
+      sm90::store_relaxed(to + fragment_slot(rank, lane), result[i]);
+      if (g == i) sm90::store_relaxed(to + sums_slot(rank, t), sums);
+    }
+  }
+#else
+  if (t < kPairs) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 bar = sm90::address_at(&sm.has_received, 2 * warp + i);
+      sm90::push(sm90::address_at(sm.received + fragment_slot(rank, lane), 2 * warp + i), result[i], bar);
+      if (g == i) sm90::push(sm90::address_at(sm.received + sums_slot(rank, t), 2 * warp + i), sums, bar);
+    }
+  }
+  __syncwarp();
+  cluster_arrive_relaxed();  // waited for at the end: every block stays until all pushes were issued
+#endif
+  const float sink_logit = half_of(sink, (row + head) % 2);
+  const float opened = rcp_approx(1.f + exp2_approx(-half_of(opening, dim % 2) * kLog2e));
+#if ATTN_IN_MEMORY
+  receive(sm, of_token + rank * kSlots, error, thread);
+#else
+  sm90::mbar_wait_cluster(&sm.has_received, 0, error);
+#endif
+
+  float2 ml[kBlocks];
+  float of_block[kBlocks], top = kNoKey, o_sum = 0.f, l_sum = 0.f;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    ml[b] = ((const float2*)(sm.received + sums_slot(b, pair)))[head % 2];
+    of_block[b] = ((const float*)(sm.received + fragment_slot(b, 0)))[thread];
+    top = fmaxf(top, ml[b].x);
+  }
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    const float f = power_of_two(ml[b].x - top);
+    l_sum = fmaf(ml[b].y, f, l_sum);
+    o_sum = fmaf(of_block[b], f, o_sum);
+  }
+  // The sink enters the denominator once, here.
+  const float x = round_bf16(o_sum * rcp_approx(l_sum + exp2_approx(fmaf(sink_logit, kLog2e, -top))));
+  if (is_output) out[(row + head) * kDim + dim] = to_bf16(x * opened);
+#if !ATTN_IN_MEMORY
+  __syncwarp();
+  cluster_wait_aligned();
+#endif
+}

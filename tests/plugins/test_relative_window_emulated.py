@@ -1,0 +1,101 @@
+"""Kernel of a window in narrow steps on the CPU, thread by thread, against float64 and itself."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_relative_attention_emulated import PAGED, assert_near, attend
+
+from attention_problem import make_problem  # isort: skip  # the module above makes it known
+from emulator import COMPILER, Emulator  # isort: skip
+from inkrt.plugins.attention_sm90.bank import Relative
+from inkrt.plugins.attention_sm90.tactics import Call
+from inkrt.plugins.attention_sm90.window import fits_window_kernel, window_tactics
+from inkrt.plugins.tactic import Tactic
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
+
+# One kv head, as a rank of eight has; a ring as short as may be, so that it is soon written over.
+FULL_SIZE = replace(PAGED, window=1024, ring_rows=1088)
+SHORT = replace(PAGED, window=100, ring_rows=128, relative=Relative(16, 100))
+NEAR = replace(SHORT, relative=Relative(16, 37))  # seen keys behind the extent
+FAR = replace(SHORT, relative=Relative(16, 300))  # distances of the extent that none sees
+TABLE = replace(SHORT, ring_rows=0)
+ODD = replace(SHORT, num_kv_heads=2, heads_per_kv=3)
+MOST = replace(SHORT, heads_per_kv=8)
+MIDDLE = replace(PAGED, window=513, ring_rows=576)  # two tiles, most of the second without keys
+
+
+def steps(call: Call) -> Iterator[tuple[Tactic, int, int, int]]:
+    """Tactics with the first token, width and valid rows of a step: of all widths, all tokens."""
+    for width in range(1, 9):
+        for tactic in window_tactics(replace(call, num_tokens=width)):
+            for offset in {0, 8 - width, 3} if width == 1 else {0, 8 - width}:
+                yield tactic, offset, width, width
+    (tactic, _) = window_tactics(call)
+    yield tactic, 0, 8, 3
+
+
+def assert_same_bits(folder: Path, call: Call, start: int, widths: tuple[int, ...]) -> None:
+    problem = make_problem(call, start, 8, "cpu")
+    backend = Emulator(folder, reverse=start % 2 == 1)
+    whole = attend(backend, problem, window_tactics(call)[0], 0, 8, 8)
+    assert_near(problem, whole, 0, 8)
+    for tactic, offset, width, count in steps(call):
+        if width in widths:
+            out = attend(backend, problem, tactic, offset, width, count)[:count]
+            expected = whole[offset : offset + count]
+            assert torch.equal(out.view(torch.int16), expected.view(torch.int16)), tactic.name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0, 57, 1016, 1020, 1083, 2172, 262_136])
+def test_bits_of_a_full_window(folder: Path, start: int) -> None:
+    """No key, a page's end, the window fills up, through the ring's end, the last positions."""
+    assert_same_bits(folder, FULL_SIZE, start, tuple(range(1, 9)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0, 93, 125, 187])
+@pytest.mark.parametrize("call", [SHORT, NEAR, FAR, TABLE, ODD, MOST])
+def test_bits_of_a_short_window(folder: Path, call: Call, start: int) -> None:
+    assert_same_bits(folder, call, start, tuple(range(1, 9)))
+
+
+@pytest.mark.slow
+def test_bits_of_a_window_between_two_numbers_of_tiles(folder: Path) -> None:
+    assert_same_bits(folder, MIDDLE, 571, (1, 3, 8))
+
+
+@pytest.mark.parametrize("call", [ODD, TABLE])
+def test_one_token_and_eight_have_the_same_bits(folder: Path, call: Call) -> None:
+    assert_same_bits(folder, call, 124, (1,))
+
+
+def test_calls_of_the_kernel() -> None:
+    assert fits_window_kernel(FULL_SIZE)
+    assert fits_window_kernel(replace(FULL_SIZE, num_kv_heads=2))
+    for other in (
+        PAGED,  # no window
+        replace(FULL_SIZE, num_kv_heads=4),  # not all blocks of eight tokens run at once
+        replace(FULL_SIZE, window=1025, ring_rows=1088),
+        replace(FULL_SIZE, num_tokens=9),
+        replace(FULL_SIZE, head_dim=64),
+        replace(FULL_SIZE, heads_per_kv=9),
+    ):
+        assert not fits_window_kernel(other)
+
+
+def test_blocks_that_exchange_through_memory_fit_on_the_gpu() -> None:
+    for num_kv_heads in (1, 2):
+        for tactic in window_tactics(replace(FULL_SIZE, num_kv_heads=num_kv_heads)):
+            (kernel,) = tactic.kernels
+            assert kernel.grid[0] * kernel.grid[1] * kernel.grid[2] <= 132
+            assert kernel.grid[0] % kernel.cluster == 0
