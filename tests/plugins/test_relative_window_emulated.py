@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cubin import resources
 from test_relative_attention_emulated import PAGED, assert_near, attend
 
 from attention_problem import make_problem  # isort: skip  # the module above makes it known
 from emulator import COMPILER, Emulator  # isort: skip
+from inkrt.builder.compile import compile_cubin
 from inkrt.plugins.attention_sm90.bank import Relative
 from inkrt.plugins.attention_sm90.tactics import Call
 from inkrt.plugins.attention_sm90.window import fits_window_kernel, window_tactics
@@ -63,10 +65,10 @@ def test_bits_of_a_full_window(folder: Path, start: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [0, 93, 125, 187])
-@pytest.mark.parametrize("call", [SHORT, NEAR, FAR, TABLE, ODD, MOST])
+@pytest.mark.parametrize("start", [0, 93, 125])
+@pytest.mark.parametrize("call", [NEAR, FAR, TABLE, ODD, MOST])
 def test_bits_of_a_short_window(folder: Path, call: Call, start: int) -> None:
-    assert_same_bits(folder, call, start, tuple(range(1, 9)))
+    assert_same_bits(folder, call, start, (1, 5, 8))
 
 
 @pytest.mark.slow
@@ -74,9 +76,8 @@ def test_bits_of_a_window_between_two_numbers_of_tiles(folder: Path) -> None:
     assert_same_bits(folder, MIDDLE, 571, (1, 3, 8))
 
 
-@pytest.mark.parametrize("call", [ODD, TABLE])
-def test_one_token_and_eight_have_the_same_bits(folder: Path, call: Call) -> None:
-    assert_same_bits(folder, call, 124, (1,))
+def test_one_token_and_eight_have_the_same_bits(folder: Path) -> None:
+    assert_same_bits(folder, replace(SHORT, heads_per_kv=3), 124, (1,))
 
 
 def test_calls_of_the_kernel() -> None:
@@ -99,3 +100,14 @@ def test_blocks_that_exchange_through_memory_fit_on_the_gpu() -> None:
             (kernel,) = tactic.kernels
             assert kernel.grid[0] * kernel.grid[1] * kernel.grid[2] <= 132
             assert kernel.grid[0] % kernel.cluster == 0
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("call", [replace(FULL_SIZE, num_kv_heads=2, num_tokens=1), TABLE])
+def test_it_compiles_without_spills(call: Call, target: str) -> None:
+    pytest.importorskip("cuda.core", reason="NVRTC needs cuda.core and nvidia-cuda-nvrtc")
+    for tactic in window_tactics(call):
+        (kernel,) = tactic.kernels
+        used = resources(compile_cubin(kernel.source, kernel.defines, target))
+        assert used["stack"] == 0
+        assert 2 * used["registers"] * kernel.block[0] <= 65536  # beside another one
