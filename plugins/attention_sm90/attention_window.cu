@@ -2,9 +2,10 @@
 //
 // Eight blocks serve a token and a kv head, each an eighth of the keys, counted from the token: a key's block, warp and
 // lane follow from its distance alone, so no token's bits depend on the step, and no block has more keys than another.
-// K goes to registers and V to shared memory before the wait. Behind it lie one latency of the L2 and three phases:
-//   S^T [16 keys x 8 heads]  = K   (A, registers) x Q^T (B, from global memory)    a warp has kTiles * 16 keys
-//   O^T [32 dims x 8 heads] += V^T (A)            x P^T (B, through shared memory) a warp has all keys of the block
+// K and V stand in registers before the wait, as operands; shared memory is so little that a block finds room beside a
+// linear_group's. Behind the wait lie one latency of the L2 and three phases:
+//   S^T [16 keys x 8 heads]  = K   (A) x Q^T (B, from global memory)      a warp has kTiles * 16 keys
+//   O^T [32 dims x 8 heads] += V^T (A) x P^T (B, through shared memory)   a warp has all keys of the block
 //   a block adds up 16 dims of all blocks: the fragments of block b, in the order of b
 // Reference points of exponents are whole powers of two, one per warp and head, so a change of them costs no rounding.
 //
@@ -40,11 +41,10 @@ INK_DEVICE u32 fragment_slot(u32 b, u32 lane) { return b * 32 + lane; }
 INK_DEVICE u32 sums_slot(u32 b, u32 t) { return kBlocks * 32 + b * 4 + t; }
 
 struct Shared {
-  alignas(1024) u8 v[2][kKeys * 128];  // [half of the dims][key], swizzled as in the cache
-  alignas(16) u32 p[kKeys][4];         // bf16 pairs of heads
-  float4 warp_sums[kWarps][4];         // [warp][pair of heads]: reference point and denominator of either
-  float4 received[kSlots];             // of the blocks
-  u64 has_values, has_received;
+  alignas(16) u32 p[kKeys][4];  // bf16 pairs of heads
+  float4 warp_sums[kWarps][4];  // [warp][pair of heads]: reference point and denominator of either
+  float4 received[kSlots];      // of the blocks
+  u64 has_received;
 };
 
 // 2^x for a whole x <= 0; 0 below -126.
@@ -66,45 +66,42 @@ INK_DEVICE float sum_over_keys(float x) {
   return x;
 }
 
-// Where a kv head's rows of keys and values lie.
+// Where a kv head's rows lie in a cache.
 struct Rows {
+  const u8* begin;  // of the head in the first page: of the slot, or of the cache
   const int* page_table;
-  int slot, kv_head;
-  INK_DEVICE long long tile(int key) const {
-    return Tile::begin(kv_layout::page_of(key, page_table, slot, kRingRows ? kRingRows : kPage), ATTN_KV_HEADS, kv_head);
-  }
-  INK_DEVICE const u8* row(const u8* cache, int key) const {
-    return cache + tile(key) + key % kPage * Tile::kRowBytes;
+  INK_DEVICE Rows(const u8* cache, const int* entries, int slot, int kv_head)
+      : begin(cache + Tile::begin(kRingRows ? slot * (kRingRows / kPage) : 0, ATTN_KV_HEADS, kv_head)),
+        page_table(entries) {}
+  INK_DEVICE const u8* operator[](u32 key) const {
+    constexpr u32 kPageBytes = ATTN_KV_HEADS * Tile::kBytes;
+    const u32 in_page = key % kPage * Tile::kRowBytes;
+    if (kRingRows) return begin + (key % (kRingRows ? kRingRows : 1) / kPage * kPageBytes + in_page);
+    return begin + ((size_t)page_table[key / kPage] * kPageBytes + in_page);
   }
 };
-// Chunk c of a row stands c / 8 blocks of dims and this many bytes behind its begin.
-INK_DEVICE u32 in_row(u32 key, u32 chunk) { return (chunk % 8 ^ key % 8) * 16; }
-// Chunks t, t + 4, t + 8 and t + 12 of a row of keys.
-INK_DEVICE void load_keys(uint4 (&to)[4], const u8* row, u32 key, u32 t) {
+// A chunk of a row, 16 bytes.
+INK_DEVICE u32 in_row(u32 key, u32 chunk) { return chunk / 8 * Tile::kBlockBytes + (chunk % 8 ^ key % 8) * 16; }
+// Chunks t, t + 4, t + 8 and t + 12.
+INK_DEVICE void load_key(uint4 (&to)[4], const u8* row, u32 key, u32 t) {
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) to[i] = load_act16(row + i / 2 * Tile::kBlockBytes + in_row(key, 4 * i + t));
+  for (u32 i = 0; i < 4; ++i) to[i] = load_act16(row + in_row(key, 4 * i + t));
 }
-INK_DEVICE u32 in_shared(u32 row, u32 key, u32 chunk) {
-  return chunk / 8 * (kKeys * 128) + row * 128 + in_row(key, chunk);
+// Dims 32 warp + 4 g to 32 warp + 4 g + 3.
+INK_DEVICE uint2 load_value(const u8* row, u32 key, u32 warp, u32 g) {
+  return load_act8(row + in_row(key, 4 * warp + g / 2) + g % 2 * 8);
 }
-
-// Rows [first, end) of the block's V, which begins at key `key0`, to shared memory: lanes of one warp have a half of a
-// page each.
-INK_DEVICE void request_values(Shared& sm, const Rows& rows, const u8* v_cache, int key0, int first, int end, int lane) {
-  if (lane == 0) mbar_expect(&sm.has_values, max(0, end - first) * 2 * 128);
-  __syncwarp();
-  const int half = (u32)lane % 2, page = (first / kPage + (int)((u32)lane / 2)) * kPage;
-  const int from = max(first, page), to = min(end, page + kPage);
-  if (from < to)
-    bulk_load(sm.v[half] + (from - key0) * 128,
-              v_cache + rows.tile(from) + half * Tile::kBlockBytes + from % kPage * Tile::kRowBytes, (to - from) * 128,
-              &sm.has_values);
-}
-
-// A operand of V^T: 16 dims and the 16 keys from row 16 * step on.
-INK_DEVICE void load_values(u32 (&a)[4], const Shared& sm, u32 key0, u32 step, u32 dims, u32 lane) {
-  const u32 row = 16 * step + lane / 16 * 8 + lane % 8;
-  load_matrices_transposed(a, sm.v[0] + in_shared(row, key0 + row, 2 * dims + lane / 8 % 2));
+// A operands of V^T: rows g and g + 8 of tile i are dims 4 g + 2 i and one more, columns the keys 2 t, 2 t + 1, 2 t + 8 and
+// 2 t + 9, of which v has four dims each.
+INK_DEVICE void transpose_values(u32 (&a)[2][4], const uint2 (&v)[4]) {
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    const uint2 x = v[2 * pair], y = v[2 * pair + 1];
+    a[0][2 * pair] = __byte_perm(x.x, y.x, 0x5410);
+    a[0][2 * pair + 1] = __byte_perm(x.x, y.x, 0x7632);
+    a[1][2 * pair] = __byte_perm(x.y, y.y, 0x5410);
+    a[1][2 * pair + 1] = __byte_perm(x.y, y.y, 0x7632);
+  }
 }
 
 #if ATTN_IN_MEMORY
@@ -165,10 +162,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int start = load_act_int(position), count = load_act_int(num_tokens), entry = load_act_int(entries);
   if (thread == 0) {
     pdl_trigger();
-    mbar_init(&sm.has_values, 1);
     mbar_init(&sm.has_received, 1);
     if (!ATTN_IN_MEMORY) mbar_expect(&sm.has_received, kBlocks * 8 * kPairs * 16 + kBlocks * kPairs * 16);
   }
+  __syncwarp();
+  if (!ATTN_IN_MEMORY) cluster_arrive();  // this block runs, and its barrier can be counted on
   // Of the warp's keys, tile i has rows g and g + 8 in a lane; the last key of the last block is the token's own.
   const int to_warp = kBlocks * kKeys - 1 - rank * kKeys - warp * kWarpKeys;  // distance of the warp's first key
   u32 a_bank[kTiles][4];
@@ -185,7 +183,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (token >= count) return;  // all blocks of the token
   const int p = start + token, key0 = p - (kBlocks * kKeys - 1) + rank * kKeys;
   const int first_key = max(0, p - kWindow + 1);
-  const Rows rows{kRingRows ? nullptr : entries, entry, kv_head};
+  const Rows keys(k_cache, entries, entry, kv_head), values(v_cache, entries, entry, kv_head);
+  // Keys that the token does not see have no probability, but what stands in their place may be NaN.
+  auto is_older = [&](int key) { return key >= first_key && key < start; };
   uint4 k[kTiles][2][4];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
@@ -194,72 +194,78 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const int key = p - (to_warp - 16 * i - 8 * half - g);
 #pragma unroll
       for (int j = 0; j < 4; ++j) k[i][half][j] = make_uint4(0, 0, 0, 0);
-      if (key >= first_key && key < start) load_keys(k[i][half], rows.row(k_cache, key), key, t);
+      if (is_older(key)) load_key(k[i][half], keys[key], key, t);
     }
-  // Keys that the token does not see have no probability, but what stands in their place may be NaN.
-  const int unseen = min(first_key - key0, kKeys);
-  for (int c = thread; c < unseen * 16; c += kThreads)
-    *(uint4*)(sm.v[0] + in_shared((u32)c / 16, 0, (u32)c % 16)) = make_uint4(0, 0, 0, 0);
-  if (ATTN_IN_MEMORY) {
-    __syncthreads();
-  } else {
-    cluster_arrive();  // the barriers of all blocks can be counted on
-    cluster_wait();
-  }
-  if (warp == 0) request_values(sm, rows, v_cache, key0, max(first_key, key0), min(key0 + kKeys, start), lane);
+  uint2 v[kSteps][4];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int key = key0 + 16 * step + 8 * (j / 2) + (int)(2 * t) + j % 2;
+      v[step][j] = make_uint2(0, 0);
+      if (is_older(key)) v[step][j] = load_value(values[key], key, warp, g);
+    }
 
   // Whatever can be known of addresses is worked out before the wait.
   const size_t row = (size_t)token * kHeads + kv_head * kHeadsPerKv;  // head 0
-  const bf16* const q_at = worked_out(q + (row + g) * kDim + 8 * t);
-  const bf16* const rel_at = worked_out(rel + (row + g) * kStates + 4 * t);
-  // The step's own rows are among the last eight: keys go straight to their registers, values are copied by all.
-  const int own_key = p - (kOwn - 1) + g, own_value = p - (kOwn - 1) + (int)(thread / 16);
+  const int column = min(g, kHeadsPerKv - 1);  // a head; columns behind the last have its scores, which nobody takes
+  const bf16* const q_at = worked_out(q + (row + column) * kDim + 8 * t);
+  const bf16* const rel_at = worked_out(rel + (row + column) * kStates + 4 * t);
+  // The step's own rows are among the last eight.
+  const int own_key = p - (kOwn - 1) + g;
   const bool has_own_key = rank == kBlocks - 1 && warp == kWarps - 1 && own_key >= start;
-  const bool has_own_value = rank == kBlocks - 1 && own_value >= start;
-  const u8* own_key_at = k_cache;
-  const u8* own_value_at = v_cache;
-  if (has_own_key) own_key_at = rows.row(k_cache, own_key);
-  if (has_own_value)
-    own_value_at = rows.row(v_cache, own_value) + thread % 16 / 8 * Tile::kBlockBytes + in_row(own_value, thread % 16);
-  own_key_at = worked_out(own_key_at), own_value_at = worked_out(own_value_at);
+  const u8* own_key_at = has_own_key ? keys[own_key] : k_cache;
+  own_key_at = worked_out(own_key_at);
+  const u8* own_value_at[2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int key = p - (kOwn - 1) + (int)(2 * t) + j;
+    own_value_at[j] = rank == kBlocks - 1 && key >= start ? values[key] + in_row(key, 4 * warp + g / 2) + g % 2 * 8 : nullptr;
+    own_value_at[j] = worked_out(own_value_at[j]);
+  }
   // The thread's output: element `thread` of the fragments.
   const int pair = thread / 4 % 4, head = 2 * pair + (int)(thread % 2);
-  const int dim = 16 * rank + (int)(thread / 16 + thread % 4 / 2 * 8);
+  const int dim = 32 * (rank / 2) + 2 * (rank % 2) + (int)(thread / 16 * 4 + thread % 4 / 2);
   const bool is_output = head < kHeadsPerKv;
   const u32* const sink_at = worked_out((const u32*)sinks + (row + head) / 2);
   const u32* const gate_at = worked_out((const u32*)gate + ((row + head) * kDim + dim) / 2);
 
+  // ptxas moves nothing over a loop, so this one, which ends at once, keeps the order in which things are written here: it
+  // would ask for the queries last, and put off what nothing needs before the results until no latency hides it.
+  auto keep_order = [&] {
+    mbar_wait(&sm.has_received, 1, error);
+    __syncwarp();
+  };
+
+  if (ATTN_IN_MEMORY)
+    __syncthreads();
+  else
+    cluster_wait_aligned();
   pdl_wait();
-  // Everything that is loaded here is on its way at once; what is used first comes first.
-  uint4 b_q[4], value;
-  uint2 b_rel = make_uint2(0, 0);
+  uint4 b_q[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) b_q[i] = make_uint4(0, 0, 0, 0);
-  if (g < kHeadsPerKv) {
+  for (int i = 0; i < 4; ++i) b_q[i] = load_act16(q_at + 32 * i);
+  const uint2 b_rel = load_act8(rel_at);
+  if (has_own_key) load_key(k[kTiles - 1][1], own_key_at, own_key, t);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) b_q[i] = load_act16(q_at + 32 * i);
-    b_rel = load_act8(rel_at);
-  }
-  if (has_own_key) load_keys(k[kTiles - 1][1], own_key_at, own_key, t);
-  if (has_own_value) value = load_act16(own_value_at);
+  for (int j = 0; j < 2; ++j)
+    if (own_value_at[j]) v[kSteps - 1][2 + j] = load_act8(own_value_at[j]);
+  keep_order();
   u32 sink = 0, opening = 0;  // pairs, of which the thread has one half
   if (is_output) {
     sink = load_act4(sink_at);
     opening = load_act4(gate_at);
   }
 
-  mbar_wait(&sm.has_values, 0, error);
-  __syncwarp();
+  // V becomes operands while the queries are on their way.
   u32 a_values[kSteps][2][4];
 #pragma unroll
-  for (int step = 0; step + 1 < kSteps; ++step)
+  for (int step = 0; step + 1 < kSteps; ++step) {
+    transpose_values(a_values[step], v[step]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) load_values(a_values[step][i], sm, key0, step, 2 * warp + i, lane);
-
-  // Again: across a loop ptxas does not put these loads off till their values are needed, when there is no latency left to
-  // hide them behind.
-  mbar_wait(&sm.has_values, 0, error);
-  __syncwarp();
+    for (int i = 0; i < 2; ++i) used_from_here(a_values[step][i]);
+  }
+  keep_order();
 
   // Scores: two sums each of four products, one behind the other.
   float s[kTiles][4];
@@ -305,12 +311,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     l[h] = sum_over_keys(l[h]);
   }
   if (g == 0) sm.warp_sums[warp][t] = make_float4(m[0], l[0], m[1], l[1]);
-  if (has_own_value) *(uint4*)(sm.v[0] + in_shared(kKeys - kOwn + thread / 16, own_value, thread % 16)) = value;
   __syncthreads();
 
   // Results: 32 dims of all keys of the block, of each warp's keys by themselves and then together.
-#pragma unroll
-  for (int i = 0; i < 2; ++i) load_values(a_values[kSteps - 1][i], sm, key0, kSteps - 1, 2 * warp + i, lane);
+  transpose_values(a_values[kSteps - 1], v[kSteps - 1]);
   float o[kWarps][2][4];
 #pragma unroll
   for (int step = 0; step < kSteps; step += 2) {
@@ -353,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  // Dims 16 r to 16 r + 15 to block r.
+  // Tile i to block 2 warp + i.
 #if ATTN_IN_MEMORY
   float4* const of_token = partials + ((size_t)token * ATTN_KV_HEADS + kv_head) * kBlocks * kSlots;
   if (t < kPairs) {

@@ -11,8 +11,8 @@ INK_DEVICE const T* worked_out(const T* p) {
 }
 
 // The values, which nothing uses before this place.
-INK_DEVICE void used_from_here(uint4& x) {
-  asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)::"memory");
+INK_DEVICE void used_from_here(u32 (&x)[4]) {
+  asm volatile("" : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])::"memory");
 }
 
 // A barrier of a cluster that says only that its blocks run and how far they are: unlike `cluster_arrive` it orders no

@@ -68,5 +68,4 @@ def _smem_bytes(window: int) -> int:
     """`Shared` in attention_window.cu is the same sum, and the kernel asserts it."""
     tiles = -(-window // (16 * 4 * BLOCKS))
     keys = 16 * 4 * tiles
-    used = keys * 2 * HEAD_DIM + keys * 16 + 4 * 4 * 16 + _SLOTS * 16 + 2 * 8
-    return -(-used // 1024) * 1024
+    return keys * 16 + 4 * 4 * 16 + _SLOTS * 16 + 16

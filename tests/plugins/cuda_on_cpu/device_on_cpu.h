@@ -277,7 +277,7 @@ template <class T>
 const T* worked_out(const T* p) {
   return p;
 }
-static inline void used_from_here(uint4&) {}
+static inline void used_from_here(u32 (&)[4]) {}
 static inline void cluster_arrive_relaxed() {
   cluster_arrive();
 }
