@@ -15,24 +15,13 @@
 //                   empty slot there has all bits set, and all blocks must be resident. The bits are the same.
 // Grid (8, ATTN_KV_HEADS, ATTN_TOKENS). Rows of `out` from num_tokens on are left as they are.
 #include "device.cuh"
-#include "kv_layout.cuh"
 #include "latency.cuh"
 #include "sm90.cuh"
+#include "window.cuh"
+
+using namespace window;
 
 namespace {
-
-constexpr int kHeadsPerKv = ATTN_HEADS_PER_KV, kHeads = ATTN_KV_HEADS * kHeadsPerKv;
-constexpr int kWindow = ATTN_WINDOW, kExtent = ATTN_EXTENT, kRingRows = ATTN_RING_ROWS;
-constexpr int kDim = 128, kStates = 16, kPage = kv_layout::kPageTokens;
-using Tile = kv_layout::Tile<kDim>;
-constexpr int kBlocks = 8, kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kTiles = (kWindow + 16 * kWarps * kBlocks - 1) / (16 * kWarps * kBlocks);  // of 16 keys
-constexpr int kWarpKeys = 16 * kTiles, kKeys = kWarps * kWarpKeys;
-constexpr int kSteps = kKeys / 16, kPairs = (kHeadsPerKv + 1) / 2;
-constexpr int kOwn = 8;  // the last keys of all, of which the step itself may have written some
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kNoKey = -1e30f;  // reference point without a key; finite, so no difference is NaN
-static_assert(kTiles <= 2 && kBlocks * 16 == kDim && ATTN_TOKENS <= kOwn, "window_tactics sees to it");
 
 // What a block receives of block b: the fragment of its 16 dims, of a lane {dim g, heads 2 t and 2 t + 1}, {dim g + 8,
 // likewise}; and for a pair of heads the block's reference points and denominators.
@@ -46,63 +35,6 @@ struct Shared {
   float4 received[kSlots];      // of the blocks
   u64 has_received;
 };
-
-// 2^x for a whole x <= 0; 0 below -126.
-INK_DEVICE float power_of_two(float x) {
-  return __uint_as_float(__float_as_uint(fmaxf(x, -127.f) + (12582912.f + 127.f)) << 23);
-}
-INK_DEVICE float round_to_whole(float x) {
-  return __fadd_rn(__fadd_rn(x, 12582912.f), -12582912.f);
-}
-INK_DEVICE float half_of(u32 pair, u32 index) { return __uint_as_float(index ? pair & 0xFFFF0000u : pair << 16); }
-INK_DEVICE float max_over_keys(float x) {
-#pragma unroll
-  for (int d = 4; d < 32; d <<= 1) x = fmaxf(x, __shfl_xor_sync(INK_FULL_WARP, x, d));
-  return x;
-}
-INK_DEVICE float sum_over_keys(float x) {
-#pragma unroll
-  for (int d = 4; d < 32; d <<= 1) x += __shfl_xor_sync(INK_FULL_WARP, x, d);
-  return x;
-}
-
-// Where a kv head's rows lie in a cache.
-struct Rows {
-  const u8* begin;  // of the head in the first page: of the slot, or of the cache
-  const int* page_table;
-  INK_DEVICE Rows(const u8* cache, const int* entries, int slot, int kv_head)
-      : begin(cache + Tile::begin(kRingRows ? slot * (kRingRows / kPage) : 0, ATTN_KV_HEADS, kv_head)),
-        page_table(entries) {}
-  INK_DEVICE const u8* operator[](u32 key) const {
-    constexpr u32 kPageBytes = ATTN_KV_HEADS * Tile::kBytes;
-    const u32 in_page = key % kPage * Tile::kRowBytes;
-    if (kRingRows) return begin + (key % (kRingRows ? kRingRows : 1) / kPage * kPageBytes + in_page);
-    return begin + ((size_t)page_table[key / kPage] * kPageBytes + in_page);
-  }
-};
-// A chunk of a row, 16 bytes.
-INK_DEVICE u32 in_row(u32 key, u32 chunk) { return chunk / 8 * Tile::kBlockBytes + (chunk % 8 ^ key % 8) * 16; }
-// Chunks t, t + 4, t + 8 and t + 12.
-INK_DEVICE void load_key(uint4 (&to)[4], const u8* row, u32 key, u32 t) {
-#pragma unroll
-  for (u32 i = 0; i < 4; ++i) to[i] = load_act16(row + in_row(key, 4 * i + t));
-}
-// Dims 32 warp + 4 g to 32 warp + 4 g + 3.
-INK_DEVICE uint2 load_value(const u8* row, u32 key, u32 warp, u32 g) {
-  return load_act8(row + in_row(key, 4 * warp + g / 2) + g % 2 * 8);
-}
-// A operands of V^T: rows g and g + 8 of tile i are dims 4 g + 2 i and one more, columns the keys 2 t, 2 t + 1, 2 t + 8 and
-// 2 t + 9, of which v has four dims each.
-INK_DEVICE void transpose_values(u32 (&a)[2][4], const uint2 (&v)[4]) {
-#pragma unroll
-  for (int pair = 0; pair < 2; ++pair) {
-    const uint2 x = v[2 * pair], y = v[2 * pair + 1];
-    a[0][2 * pair] = __byte_perm(x.x, y.x, 0x5410);
-    a[0][2 * pair + 1] = __byte_perm(x.x, y.x, 0x7632);
-    a[1][2 * pair] = __byte_perm(x.y, y.y, 0x5410);
-    a[1][2 * pair + 1] = __byte_perm(x.y, y.y, 0x7632);
-  }
-}
 
 #if ATTN_IN_MEMORY
 INK_DEVICE bool is_empty(float4 x) {
@@ -147,7 +79,7 @@ INK_DEVICE void receive(Shared& sm, float4* slots, int* error, u32 thread) {
 // entries: the page table int32 [max_pages], or the slot int32 [1] of a ring. q, gate, out: [T, H, 128]; rel: [T, H, 16];
 // bank: [ATTN_EXTENT, 16]; sinks: [T, H]. position, num_tokens and entries are stable while the step runs. slots:
 // [T, KV, 8 blocks, kSlots].
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __maxnreg__(176)  // beside a block of linear_group, and one of qkv_post
     window_relative_attention(const bf16* q, const bf16* rel, const bf16* bank, const bf16* sinks, const bf16* gate,
                               const u8* k_cache, const u8* v_cache, const int* entries, const int* position,
                               const int* num_tokens, bf16* out,
@@ -182,29 +114,38 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   if (token >= count) return;  // all blocks of the token
   const int p = start + token, key0 = p - (kBlocks * kKeys - 1) + rank * kKeys;
-  const int first_key = max(0, p - kWindow + 1);
-  const Rows keys(k_cache, entries, entry, kv_head), values(v_cache, entries, entry, kv_head);
-  // Keys that the token does not see have no probability, but what stands in their place may be NaN.
-  auto is_older = [&](int key) { return key >= first_key && key < start; };
+  const Rows rows(entries, entry, kv_head, key0);
+  // A lane has every eighth key, and every eighth pair of values: their chunks stand at the same places of their rows.
+  const int key_offset = warp * kWarpKeys + g, value_offset = 2 * t;
+  u32 key_chunks[4];
+  const u8* value_begin[2];
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) key_chunks[i] = in_row(key0 + key_offset, 4 * i + t);
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i)  // dims 32 warp + 4 g to 32 warp + 4 g + 3
+    value_begin[i] = v_cache + in_row(key0 + value_offset + i, 4 * warp + g / 2) + g % 2 * 8;
+  // All rows, also those that the token does not see and those that the step has yet to write.
   uint4 k[kTiles][2][4];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = p - (to_warp - 16 * i - 8 * half - g);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) k[i][half][j] = make_uint4(0, 0, 0, 0);
-      if (is_older(key)) load_key(k[i][half], keys[key], key, t);
-    }
+    for (int half = 0; half < 2; ++half)
+      load_key(k[i][half], row_of(k_cache, rows[key_offset + 16 * i + 8 * half]), key_chunks);
   uint2 v[kSteps][4];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int key = key0 + 16 * step + 8 * (j / 2) + (int)(2 * t) + j % 2;
-      v[step][j] = make_uint2(0, 0);
-      if (is_older(key)) v[step][j] = load_value(values[key], key, warp, g);
-    }
+    for (int j = 0; j < 4; ++j)
+      v[step][j] = load_act8(row_of(value_begin[j % 2], rows[value_offset + 16 * step + 8 * (j / 2) + j % 2]));
+  // Keys that the token does not see have no probability, but what stands in their place may be NaN.
+  const int num_unseen = max(0, p - kWindow + 1) - key0;
+  if (num_unseen > 0) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (value_offset + 16 * step + 8 * (j / 2) + j % 2 < num_unseen) v[step][j] = make_uint2(0, 0);
+  }
 
   // Whatever can be known of addresses is worked out before the wait.
   const size_t row = (size_t)token * kHeads + kv_head * kHeadsPerKv;  // head 0
@@ -212,16 +153,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const bf16* const q_at = worked_out(q + (row + column) * kDim + 8 * t);
   const bf16* const rel_at = worked_out(rel + (row + column) * kStates + 4 * t);
   // The step's own rows are among the last eight.
-  const int own_key = p - (kOwn - 1) + g;
-  const bool has_own_key = rank == kBlocks - 1 && warp == kWarps - 1 && own_key >= start;
-  const u8* own_key_at = has_own_key ? keys[own_key] : k_cache;
-  own_key_at = worked_out(own_key_at);
+  const int own_key = key_offset + kWarpKeys - kOwn, own_value = value_offset + kKeys - kOwn;
+  const bool is_last = rank == kBlocks - 1, has_own_key = is_last && warp == kWarps - 1 && key0 + own_key >= start;
+  const u8* const own_key_at = worked_out(row_of(k_cache, has_own_key ? rows[own_key] : 0));
   const u8* own_value_at[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const int key = p - (kOwn - 1) + (int)(2 * t) + j;
-    own_value_at[j] = rank == kBlocks - 1 && key >= start ? values[key] + in_row(key, 4 * warp + g / 2) + g % 2 * 8 : nullptr;
-    own_value_at[j] = worked_out(own_value_at[j]);
+    const bool has_own = is_last && key0 + own_value + j >= start;
+    own_value_at[j] = worked_out(has_own ? row_of(value_begin[j], rows[own_value + j]) : nullptr);
   }
   // The thread's output: element `thread` of the fragments.
   const int pair = thread / 4 % 4, head = 2 * pair + (int)(thread % 2);
@@ -246,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < 4; ++i) b_q[i] = load_act16(q_at + 32 * i);
   const uint2 b_rel = load_act8(rel_at);
-  if (has_own_key) load_key(k[kTiles - 1][1], own_key_at, own_key, t);
+  if (has_own_key) load_key(k[kTiles - 1][1], own_key_at, key_chunks);
 #pragma unroll
   for (int j = 0; j < 2; ++j)
     if (own_value_at[j]) v[kSteps - 1][2 + j] = load_act8(own_value_at[j]);

@@ -58,15 +58,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [0, 57, 1016, 1020, 1083, 2172, 262_136])
-def test_bits_of_a_full_window(folder: Path, start: int) -> None:
-    """No key, a page's end, the window fills up, through the ring's end, the last positions."""
-    assert_same_bits(folder, FULL_SIZE, start, tuple(range(1, 9)))
+@pytest.mark.parametrize(
+    ("start", "widths"),
+    [
+        (0, (1, 8)),
+        (57, (1, 8)),  # over a page's end
+        (1016, (1, 8)),  # the last key of the window comes
+        (1020, (1, 3, 8)),  # and goes
+        (1083, tuple(range(1, 9))),  # through the ring's end
+        (262_136, (1, 8)),  # the last ones of 262,144 positions
+    ],
+)
+def test_bits_of_a_full_window(folder: Path, start: int, widths: tuple[int, ...]) -> None:
+    assert_same_bits(folder, FULL_SIZE, start, widths)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [0, 93, 125])
-@pytest.mark.parametrize("call", [NEAR, FAR, TABLE, ODD, MOST])
+@pytest.mark.parametrize(
+    ("call", "start"),
+    [(NEAR, 0), (NEAR, 125), (FAR, 93), (TABLE, 0), (TABLE, 125), (ODD, 93), (ODD, 187), (MOST, 58)],
+)
 def test_bits_of_a_short_window(folder: Path, call: Call, start: int) -> None:
     assert_same_bits(folder, call, start, (1, 5, 8))
 
@@ -110,4 +121,7 @@ def test_it_compiles_without_spills(call: Call, target: str) -> None:
         (kernel,) = tactic.kernels
         used = resources(compile_cubin(kernel.source, kernel.defines, target))
         assert used["stack"] == 0
-        assert 2 * used["registers"] * kernel.block[0] <= 65536  # beside another one
+        # Beside a block of linear_group, of 384 threads with 96 registers and 198,528 bytes; the
+        # system takes 1 KB a block.
+        assert used["registers"] * kernel.block[0] + 384 * 96 <= 65536
+        assert kernel.smem_bytes + 1024 <= 233_472 - 198_528 - 1024
