@@ -77,8 +77,8 @@ INK_DEVICE void receive(Shared& sm, float4* slots, int* error, u32 thread) {
 }  // namespace
 
 // entries: the page table int32 [max_pages], or the slot int32 [1] of a ring. q, gate, out: [T, H, 128]; rel: [T, H, 16];
-// bank: [ATTN_EXTENT, 16]; sinks: [T, H]. position, num_tokens and entries are stable while the step runs. slots:
-// [T, KV, 8 blocks, kSlots].
+// bank: [ATTN_EXTENT, 16]; sinks: [T, H]. position, num_tokens and entries are stable while the step runs. partials:
+// [T, KV, 8 blocks, kSlots], all bits set between launches.
 extern "C" __global__ void __maxnreg__(176)  // beside a block of linear_group, and one of qkv_post
     window_relative_attention(const bf16* q, const bf16* rel, const bf16* bank, const bf16* sinks, const bf16* gate,
                               const u8* k_cache, const u8* v_cache, const int* entries, const int* position,
@@ -112,7 +112,10 @@ extern "C" __global__ void __maxnreg__(176)  // beside a block of linear_group, 
       a_bank[i][half] = x.x, a_bank[i][half + 2] = x.y;
     }
 
-  if (token >= count) return;  // all blocks of the token
+  if (token >= count) {  // all blocks of the token
+    if (!ATTN_IN_MEMORY) cluster_wait_aligned();
+    return;
+  }
   const int p = start + token, key0 = p - (kBlocks * kKeys - 1) + rank * kKeys;
   const Rows rows(entries, entry, kv_head, key0);
   // A lane has every eighth key, and every eighth pair of values: their chunks stand at the same places of their rows.

@@ -76,7 +76,16 @@ def test_bits_of_a_full_window(folder: Path, start: int, widths: tuple[int, ...]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "start"),
-    [(NEAR, 0), (NEAR, 125), (FAR, 93), (TABLE, 0), (TABLE, 125), (ODD, 93), (ODD, 187), (MOST, 58)],
+    [
+        (NEAR, 0),
+        (NEAR, 125),
+        (FAR, 93),
+        (TABLE, 0),
+        (TABLE, 125),
+        (ODD, 93),
+        (ODD, 187),
+        (MOST, 58),
+    ],
 )
 def test_bits_of_a_short_window(folder: Path, call: Call, start: int) -> None:
     assert_same_bits(folder, call, start, (1, 5, 8))
@@ -87,8 +96,17 @@ def test_bits_of_a_window_between_two_numbers_of_tiles(folder: Path) -> None:
     assert_same_bits(folder, MIDDLE, 571, (1, 3, 8))
 
 
-def test_one_token_and_eight_have_the_same_bits(folder: Path) -> None:
-    assert_same_bits(folder, replace(SHORT, heads_per_kv=3), 124, (1,))
+def test_two_tokens_through_memory_have_the_bits_of_one_in_a_cluster(folder: Path) -> None:
+    call = replace(SHORT, heads_per_kv=3)
+    problem = make_problem(call, 127, 2, "cpu")  # the second token is at the ring's begin
+    (_, through_memory) = window_tactics(replace(call, num_tokens=2))
+    (in_cluster, _) = window_tactics(replace(call, num_tokens=1))
+    backend = Emulator(folder)
+    both = attend(backend, problem, through_memory, 0, 2, 2)
+    assert_near(problem, both, 0, 2)
+    for offset in (0, 1):
+        out = attend(backend, problem, in_cluster, offset, 1, 1)
+        assert torch.equal(out[0].view(torch.int16), both[offset].view(torch.int16))
 
 
 def test_calls_of_the_kernel() -> None:
