@@ -7,6 +7,7 @@
 // and, by running fibers in another order, missing barriers.
 #pragma once
 #define INK_DEVICE_CUH
+#define INK_LATENCY_CUH
 #define INK_PEER_CUH
 #define INK_ROUND_GRAPH_CUH
 #define INK_CLUSTER_CUH

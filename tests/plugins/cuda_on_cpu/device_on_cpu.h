@@ -256,6 +256,20 @@ static inline void bulk_load_once(void* to, const void* from, u32 num_bytes, u64
 }
 static inline void bulk_prefetch(const void*, u32) {}
 static inline void fence_async() {}
+// Of plugins/attention_sm90/latency.cuh.
+static inline void cluster_arrive();
+static inline void cluster_wait();
+template <class T>
+const T* worked_out(const T* p) {
+  return p;
+}
+static inline void used_from_here(u32 (&)[4]) {}
+static inline void cluster_arrive_relaxed() {
+  cluster_arrive();
+}
+static inline void cluster_wait_aligned() {
+  cluster_wait();
+}
 static inline void cluster_arrive() {
   emu::Cluster* c = emu::current->block->cluster;
   emu::current->cluster_phase = c->barrier.phase;

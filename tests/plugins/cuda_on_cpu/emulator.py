@@ -100,7 +100,7 @@ class Emulator:
                 shared = kernel.smem_bytes > 0 and (
                     "struct Shared {" in kernel.source.read_text().split("extern")[0]
                 )
-                sm90 = kernel.source.name == "attention.cu"
+                sm90 = kernel.source.name in ("attention.cu", "attention_window.cu")
                 command = [
                     COMPILER, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared",
                     "-fPIC",
