@@ -4,9 +4,9 @@
 //
 // What it finds beside wrong arithmetic: deadlocks, accesses past a block's shared memory (a guard
 // page), reads before pdl_wait() of what a predecessor writes (such inputs are filled at the wait),
-// bulk copies that are read too early, go where a stage is still in use, or outlive their block (the
-// place is full of NaN from request to wait), and, by running fibers in other orders, missing
-// barriers.
+// asynchronous copies that are read too early or go where a stage is still in use (the place is full
+// of NaN from request to wait), bulk copies that outlive their block, and, by running fibers in other
+// orders, missing barriers.
 #pragma once
 #define INK_DEVICE_CUH
 #define INK_PEER_CUH
@@ -83,10 +83,22 @@ struct Publish {
   const void* from;
   size_t bytes;
 };
+// An asynchronous copy, of what is there when it is requested. Its place is full of NaN until it
+// lands.
+struct Copy {
+  void* to;
+  std::vector<u8> data;
+  Copy() : to(nullptr) {}
+  Copy(void* to, const void* from, size_t bytes)
+      : to(to), data((const u8*)from, (const u8*)from + bytes) {
+    memset(to, 0xFF, bytes);
+  }
+  void land() const { memcpy(to, data.data(), data.size()); }
+};
 struct Thread {
   ucontext_t context;
   Index index;
-  std::vector<Publish> copies;
+  std::vector<Copy> copies;
   Block* block = nullptr;
   bool done = false;
   u64 cluster_phase = 0;
@@ -110,7 +122,7 @@ struct Block {
   u64 alive = 0;
   std::map<const void*, std::tuple<int, int, long, u32>>
       mbarriers;  // arrivals, pending, bytes, phase
-  std::map<const void*, std::vector<Publish>> on_their_way;  // bulk copies, by barrier
+  std::map<const void*, std::vector<Copy>> on_their_way;  // bulk copies, by barrier
 };
 struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;

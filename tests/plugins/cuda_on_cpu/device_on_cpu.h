@@ -129,14 +129,14 @@ static inline u64 load_arrivals(const u64* p) {
 }
 // The bytes arrive at the wait.
 static inline void copy_async4(void* to, const void* from) {
-  emu::current->copies.push_back({to, from, 4});
+  emu::current->copies.emplace_back(to, from, 4);
 }
 static inline void copy_async16(void* to, const void* from) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16) emu::fail("misaligned copy");
-  emu::current->copies.push_back({to, from, 16});
+  emu::current->copies.emplace_back(to, from, 16);
 }
 static inline void copy_async_commit() {  // a group ends
-  emu::current->copies.push_back({nullptr, nullptr, 0});
+  emu::current->copies.emplace_back();
 }
 static inline void emu_copy_groups(long left) {
   auto& copies = emu::current->copies;
@@ -146,7 +146,7 @@ static inline void emu_copy_groups(long left) {
     if (!copies[done].to)
       groups--;
     else
-      memcpy(copies[done].to, copies[done].from, copies[done].bytes);
+      copies[done].land();
   }
   copies.erase(copies.begin(), copies.begin() + done);
 }
@@ -245,8 +245,8 @@ static inline void emu_land(const void* bar) {
   const auto found = b->on_their_way.find(bar);
   if (found == b->on_their_way.end() || (emu::is_random && emu::random_bits() & 1)) return;
   for (const auto& copy : found->second) {
-    memcpy(copy.to, copy.from, copy.bytes);
-    std::get<2>(b->mbarriers.at(bar)) -= (long)copy.bytes;
+    copy.land();
+    std::get<2>(b->mbarriers.at(bar)) -= (long)copy.data.size();
   }
   b->on_their_way.erase(found);
   emu_complete(b, bar);
@@ -264,8 +264,7 @@ static inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* bar
     emu::fail("misaligned bulk copy");
   if (num_bytes == 0) emu::fail("a bulk copy of nothing");
   if (!emu::current->block->mbarriers.count(bar)) emu::fail("a copy without a barrier");
-  memset(to, 0xFF, num_bytes);
-  emu::current->block->on_their_way[bar].push_back({to, from, num_bytes});
+  emu::current->block->on_their_way[bar].emplace_back(to, from, num_bytes);
 }
 static inline void bulk_load_once(void* to, const void* from, u32 num_bytes, u64* bar) {
   bulk_load(to, from, num_bytes, bar);
