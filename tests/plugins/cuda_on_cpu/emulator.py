@@ -24,11 +24,13 @@ class Emulator:
     Attributes:
         folder: of shared libraries; equal kernels are compiled once.
         reverse: run threads in falling order.
+        seed: if not 0, run threads in random orders, another one whenever all have had their turn.
     """
 
-    def __init__(self, folder: Path, *, reverse: bool = False) -> None:
+    def __init__(self, folder: Path, *, reverse: bool = False, seed: int = 0) -> None:
         self.folder = folder
         self.reverse = reverse
+        self.seed = seed
         self._libraries: dict[str, ctypes.CDLL] = {}
         self._known: dict[tuple[object, ...], ctypes.CDLL] = {}
 
@@ -67,10 +69,11 @@ class Emulator:
             *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
         )
         # Blocks of such a kernel wait for each other.
+        order = self.seed + 1 if self.seed else int(self.reverse)
         scratch = {param.name for param in kernel.params if isinstance(param, Scratch)}
         library.emu_run(
             *kernel.grid, kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
-            int(self.reverse), int(bool(scratch & {"exchange", "arrivals", "partials"})), pointers,
+            order, int(bool(scratch & {"exchange", "arrivals", "partials"})), pointers,
         )  # fmt: skip
 
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
