@@ -156,7 +156,7 @@ extern "C" __global__ void __maxnreg__(176)  // beside a block of linear_group, 
   const bf16* const q_at = worked_out(q + (row + column) * kDim + 8 * t);
   const bf16* const rel_at = worked_out(rel + (row + column) * kStates + 4 * t);
   // The step's own rows are among the last eight.
-  const int own_key = key_offset + kWarpKeys - kOwn, own_value = value_offset + kKeys - kOwn;
+  const int own_key = key_offset + kWarpKeys - kOwnRows, own_value = value_offset + kKeys - kOwnRows;
   const bool is_last = rank == kBlocks - 1, has_own_key = is_last && warp == kWarps - 1 && key0 + own_key >= start;
   const u8* const own_key_at = worked_out(row_of(k_cache, has_own_key ? rows[own_key] : 0));
   const u8* own_value_at[2];

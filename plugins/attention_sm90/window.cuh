@@ -13,10 +13,10 @@ constexpr int kBlocks = 8, kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kTiles = (kWindow + 16 * kWarps * kBlocks - 1) / (16 * kWarps * kBlocks);  // of 16 keys
 constexpr int kWarpKeys = 16 * kTiles, kKeys = kWarps * kWarpKeys;
 constexpr int kSteps = kKeys / 16, kPairs = (kHeadsPerKv + 1) / 2;
-constexpr int kOwn = 8;  // the last keys of all, of which the step itself may have written some
+constexpr int kOwnRows = 8;  // the last keys of all, of which the step itself may have written some
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNoKey = -1e30f;  // reference point without a key; finite, so no difference is NaN
-static_assert(kTiles <= 2 && kBlocks * 16 == kDim && ATTN_TOKENS <= kOwn, "window_tactics sees to it");
+static_assert(kTiles <= 2 && kBlocks * 16 == kDim && ATTN_TOKENS <= kOwnRows, "window_tactics sees to it");
 
 // Where the block's rows lie in a cache: 128 bytes that many times behind its begin. Few instructions for each of a lane's
 // many rows: no division by the ring's length. Keys before 0 have the rows of others.
