@@ -11,12 +11,12 @@ vocabulary and heads; the drafter's sizes are those published for others). A flo
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import torch
 from draft_checks import call_args, check_attention, check_head
+from records import Tally, emit
 from w4a16_backend import Buffer, bind, empty
 
 from inkrt.builder.tactics import find_tactics
@@ -34,11 +34,6 @@ REQUESTS: dict[str, dict[str, float]] = {
     "temperature 1": {"temperature": 1.0, "seed": 3},
     "top-k 50, top-p 0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "seed": 3},
 }
-
-
-def _emit(record: dict[str, str | int | float | bool]) -> None:
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
 
 
 def _attention(context: int, device: str) -> Arguments:
@@ -104,19 +99,12 @@ def _check(options: argparse.Namespace) -> int:
     from w4a16_gpu import Gpu
 
     gpu = Gpu(options.cubins)
-    failed = total = 0
-
-    def report(name: str, ok: bool, detail: str) -> None:
-        nonlocal failed, total
-        total += 1
-        failed += not ok
-        if not ok or options.verbose:
-            _emit({"check": name, "ok": ok, "detail": detail})
+    report = Tally(verbose=options.verbose)
 
     for check in (check_attention, check_head):
         check(gpu, report)
-    _emit({"checks": "all", "failed": failed, "total": total})
-    return failed
+    report.sum_up("all")
+    return report.failed
 
 
 def _times(options: argparse.Namespace) -> None:
@@ -147,7 +135,7 @@ def _times(options: argparse.Namespace) -> None:
         layers = [_attention(context, "cuda") for _ in range(LAYERS)]
         us = time(_tactic("draft_attention", layers[0]), layers, [2 * ROWS * HEADS * DIM])
         floor = 4 * KV_HEADS * DIM * context / TB_PER_S / 1e6
-        _emit({"op": "draft_attention", "context": context, "us": round(us, 2),
+        emit({"op": "draft_attention", "context": context, "us": round(us, 2),
                "floor_us": round(floor, 2), "goal_us": round(floor + 4, 2)})  # fmt: skip
         del layers
     for vocab in (VOCAB, -(-VOCAB // 4)):
@@ -158,7 +146,7 @@ def _times(options: argparse.Namespace) -> None:
             for key, value in sampling_arguments(**request).items():
                 arguments[key] = value.cuda()
             us = time(tactic, [arguments], [4 * ROWS, 4 * ROWS * vocab, 4 * ROWS])
-            _emit({"op": "draft_head", "V": vocab, "request": name, "us": round(us, 1),
+            emit({"op": "draft_head", "V": vocab, "request": name, "us": round(us, 1),
                    "us_a_row": round(us / ROWS, 2), "table_us": round(table, 2),
                    "goal_us": round(ROWS * (table + 4), 1)})  # fmt: skip
 
@@ -171,7 +159,7 @@ def _compile(options: argparse.Namespace) -> None:
     for tactic in tactics:
         for kernel in tactic.kernels:
             cubin(options.cubins, kernel)
-    _emit({"cubins": len(list(options.cubins.glob("*.cubin")))})
+    emit({"cubins": len(list(options.cubins.glob("*.cubin")))})
 
 
 def main() -> int:

@@ -9,13 +9,13 @@ as they are behind a step. Exit status 1: a check failed.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from ratio_checks import FILTERS, Judge, check_blocks, make_block
+from records import Tally, emit
 from w4a16_backend import bind
 
 INKLING, PADDED = 200_058, 201_024
@@ -23,28 +23,16 @@ CHECKED = ((INKLING, 8), (PADDED, 8), (INKLING, 2), (INKLING, 1), (1003, 8), (13
 LAUNCHES = 20
 
 
-def _emit(record: dict[str, str | int | float | bool]) -> None:
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
-
-
 def _check(options: argparse.Namespace) -> int:
     from w4a16_gpu import Gpu
 
     gpu = Gpu(options.cubins)
-    failed = total = 0
-
-    def report(name: str, ok: bool, detail: str) -> None:
-        nonlocal failed, total
-        total += 1
-        failed += not ok
-        if not ok or options.verbose:
-            _emit({"check": name, "ok": ok, "detail": detail})
+    report = Tally(verbose=options.verbose)
 
     for vocab, num_rows in CHECKED:
         check_blocks(Judge(gpu, vocab, num_rows), 91 if vocab > 2000 else 910, report)
-        _emit({"checks": f"ratio V={vocab} n={num_rows}", "failed": failed, "total": total})
-    return failed
+        report.sum_up(f"ratio V={vocab} n={num_rows}")
+    return report.failed
 
 
 def _times(options: argparse.Namespace) -> None:
@@ -68,7 +56,7 @@ def _times(options: argparse.Namespace) -> None:
 
                 us = round(time_graph(body) / LAUNCHES, 2)
                 kernels = "both" if len(part) == 2 else "ratio_rows"
-                _emit({"kernels": kernels, "filters": name, "V": INKLING, "w": width, "us": us})
+                emit({"kernels": kernels, "filters": name, "V": INKLING, "w": width, "us": us})
 
 
 def _compile(options: argparse.Namespace) -> None:
@@ -77,7 +65,7 @@ def _compile(options: argparse.Namespace) -> None:
     for vocab, num_rows in CHECKED:
         for kernel in Judge(None, vocab, num_rows).tactic.kernels:  # type: ignore[arg-type]
             cubin(options.cubins, kernel)
-    _emit({"cubins": len(list(options.cubins.glob("*.cubin")))})
+    emit({"cubins": len(list(options.cubins.glob("*.cubin")))})
 
 
 def main() -> int:

@@ -10,10 +10,10 @@ cache, as they are behind the head. `argmax` is the kernel of a head that cannot
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from records import Tally, emit
 from sample_checks import (
     FILTERS,
     MOST,
@@ -41,23 +41,11 @@ HEADS = (Dims(vocab=20_006), Dims(vocab=20_006, bf16=True), Dims(hidden=256, voc
 LAUNCHES = 20
 
 
-def _emit(record: dict[str, str | int | float | bool]) -> None:
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
-
-
 def _check(options: argparse.Namespace) -> int:
     from w4a16_gpu import Gpu
 
     gpu = Gpu(options.cubins)
-    failed = total = 0
-
-    def report(name: str, ok: bool, detail: str) -> None:
-        nonlocal failed, total
-        total += 1
-        failed += not ok
-        if not ok or options.verbose:
-            _emit({"check": name, "ok": ok, "detail": detail})
+    report = Tally(verbose=options.verbose)
 
     check_noise(gpu, report)
     for vocab, parts in CHECKED:
@@ -65,11 +53,11 @@ def _check(options: argparse.Namespace) -> int:
         check(sampler, report)
         check_special(sampler, report)
         _many(sampler, report)
-        _emit({"checks": f"sample V={vocab}", "failed": failed, "total": total})
+        report.sum_up(f"sample V={vocab}")
     for dims in HEADS:
         check_head(gpu, dims, report)
-    _emit({"checks": "all", "failed": failed, "total": total})
-    return failed
+    report.sum_up("all")
+    return report.failed
 
 
 def _many(sampler: Sampler, report: Report) -> None:
@@ -108,13 +96,13 @@ def _times(options: argparse.Namespace) -> None:
             greedy = Tactic("argmax", (argmax(width, HEAD_BLOCKS, names=names),), 0, 0)
             rows = rows_of(vocab, "wide")[:width]
             us = time(greedy, sampler.arguments(rows, 0, width, {}))
-            _emit({"kernel": "argmax", "V": vocab, "T": width, "us": us})
+            emit({"kernel": "argmax", "V": vocab, "T": width, "us": us})
             for kind in ("wide", "flat"):
                 rows = rows_of(vocab, kind)[:width]
                 for name, filters in FILTERS.items():
                     arguments = sampler.arguments(rows, 0, width, filters)
                     us = time(sampler.tactic(width), arguments)
-                    _emit({"kernel": f"sample {kind} {name}", "V": vocab, "T": width, "us": us})
+                    emit({"kernel": f"sample {kind} {name}", "V": vocab, "T": width, "us": us})
 
 
 def _compile(options: argparse.Namespace) -> None:
@@ -134,7 +122,7 @@ def _compile(options: argparse.Namespace) -> None:
     for tactic in found:
         for kernel in tactic.kernels:
             cubin(options.cubins, kernel)
-    _emit({"cubins": len(list(options.cubins.glob("*.cubin")))})
+    emit({"cubins": len(list(options.cubins.glob("*.cubin")))})
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ Cubins that are in the folder are not compiled again. Exit status 1: a check fai
 """
 
 import argparse
-import json
 import logging
 import sys
 import time
@@ -16,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from records import Tally, emit
 from w4a16_cases import all_tactics
 from w4a16_checks import Checks
 from w4a16_tile_checks import TileChecks
@@ -30,23 +30,11 @@ SMALL = Dims(
 MODEL = Dims(vocab=20_006)
 
 
-def _emit(record: dict[str, str | int | float | bool]) -> None:
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
-
-
 def _check(options: argparse.Namespace) -> int:
     from w4a16_gpu import Gpu
 
     gpu = Gpu(options.cubins, pdl=not options.no_pdl)
-    failed = total = 0
-
-    def report(name: str, ok: bool, detail: str) -> None:
-        nonlocal failed, total
-        total += 1
-        failed += not ok
-        if not ok or options.verbose:
-            _emit({"check": name, "ok": ok, "detail": detail})
+    report = Tally(verbose=options.verbose)
 
     # With a chunk, fewer experts: the oracle would take minutes.
     model = replace(MODEL, experts=64) if options.chunk else MODEL
@@ -54,18 +42,19 @@ def _check(options: argparse.Namespace) -> int:
         for bf16 in (False, True):
             if bf16 and not options.bf16:
                 continue
-            start, before, known = time.monotonic(), failed, total
+            start, before, known = time.monotonic(), report.failed, report.total
             sizes = replace(dims, bf16=bf16)
             if options.chunk:
                 counts = (9, options.chunk - 13, options.chunk)
                 TileChecks(gpu, sizes, report, counts, chunk=options.chunk).all()
             else:
                 Checks(gpu, sizes, report).all()
-            _emit({
-                "checks": label, "bf16": bf16, "failed": failed - before, "total": total - known,
+            emit({
+                "checks": label, "bf16": bf16, "failed": report.failed - before,
+                "total": report.total - known,
                 "seconds": round(time.monotonic() - start, 1),
             })  # fmt: skip
-    return failed
+    return report.failed
 
 
 def _chain_check(options: argparse.Namespace) -> int:
@@ -95,11 +84,11 @@ def _chain_check(options: argparse.Namespace) -> int:
             finite = bool(np.isfinite(rows.view(np.float32)).all())
             failed += not finite
             if not finite:
-                _emit({"check": f"chain T={tokens} pdl={pdl} finite", "ok": False})
+                emit({"check": f"chain T={tokens} pdl={pdl} finite", "ok": False})
     for (pdl, tokens), rows in results.items():
         same = bool(np.array_equal(rows, results[True, 8][:tokens]))
         failed += not same
-        _emit({"check": f"chain T={tokens} pdl={pdl} equals T=8", "ok": same})
+        emit({"check": f"chain T={tokens} pdl={pdl} equals T=8", "ok": same})
     return failed
 
 
@@ -117,7 +106,7 @@ def _compile(options: argparse.Namespace) -> None:
             for kernel in tactic.kernels:
                 cubin(options.cubins, kernel)
     number = len(list(options.cubins.glob("*.cubin")))
-    _emit({"cubins": number, "seconds": round(time.monotonic() - start, 1)})
+    emit({"cubins": number, "seconds": round(time.monotonic() - start, 1)})
 
 
 def main() -> int:
