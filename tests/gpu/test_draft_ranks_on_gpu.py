@@ -87,7 +87,7 @@ def build(folder: Path, target: str, tp_size: int) -> Path:
 @pytest.fixture(scope="module")
 def two(gpu: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained nano with its drafter for two GPUs."""
-    return build(tmp_path_factory.mktemp("nano"), gpu, 2)
+    return build(tmp_path_factory.mktemp("nano"), f"{gpu}a", 2)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ NEAR, TYPICAL = 2e-2, 3e-2
 @pytest.fixture(scope="module", params=["mxfp8", "nvfp4"])
 def engines(gpu, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("nano")
-    with open_nano(folder, max_seq_len=1024, spec="none", projections=request.param) as opened:
+    options = {"max_batch_size": 2, "spec": "none", "projections": request.param}
+    with open_nano(folder, max_seq_len=1024, **options) as opened:
         yield opened
 
 
@@ -39,8 +40,10 @@ def test_every_launch_is_near_the_cpu(engines, tokens, before, width):
     assert any(d.op == "linear_group_quantized" for d in distances)
     first_moe = next(d.launch for d in distances if d.op == "moe")
     in_front = [d for d in distances if d.launch <= first_moe]
-    assert all(d.relative_error <= NEAR for d in in_front), in_front
-    assert np.median([d.relative_error for d in distances]) <= TYPICAL, distances
+    far = [d for d in in_front if d.relative_error > NEAR]
+    assert not far, far
+    errors = [d.relative_error for d in distances]
+    assert np.median(errors) <= TYPICAL, [f"{d.op} {d.relative_error:.1e}" for d in distances]
 
 
 def test_rows_do_not_depend_on_the_width(engines, tokens):
