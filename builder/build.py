@@ -145,7 +145,10 @@ def prepare(
         target.chooser = TacticChooser(options.target, times)
     elif timing_cache is not None:
         raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
-    passes = passes_for(options.target, keeps_intermediates=options.keep_intermediates)
+    passes = passes_for(
+        options.target, keeps_intermediates=options.keep_intermediates,
+        pushes_sums=options.sums == "pushed",
+    )  # fmt: skip
     started = time.monotonic()
     modules = list(step_modules(definition, model, options, dtype, state, drafter))
     graphs: list[StepGraph] = []

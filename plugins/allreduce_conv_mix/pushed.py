@@ -7,10 +7,10 @@ nothing else, so neither the end of that kernel nor a read of its result stands 
 
 from dataclasses import replace
 from itertools import product
-from typing import cast
 
 import torch
 
+from inkrt.plugins.all_reduce.launches import ERROR
 from inkrt.plugins.allreduce_conv_mix.tactics import find_tactics
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.tactic import (
@@ -22,18 +22,20 @@ from inkrt.plugins.tactic import (
     Param,
     Peers,
     Pointer,
+    Scratch,
     Tactic,
     TensorArg,
     number_arg,
     tensor_arg,
 )
+from inkrt.plugins.w4a16.shapes import MAX_SMEM
 
 # Macros of a kernel that sends.
 _SENDS: dict[str, tuple[tuple[str, int], ...]] = {
     "moe_experts": (("PUSHES", 1),),
     "ring_linear": (("RESULT", 3),),
 }
-# Ways of `allreduce_conv_mix` with the exchange inside, by the names that they have behind a sender.
+# Ways of `allreduce_conv_mix` with the exchange inside, and what they are called behind a sender.
 _RECEIVES = {"push_in_slices": "slices", "push_in_cluster": "cluster"}
 
 
@@ -58,14 +60,14 @@ def pushed_pairs(target: str, args: CallArgs, senders: list[Tactic], width: int)
             continue
         *before, last = sender.kernels
         (receiver,) = mix.kernels
-        kernels = (*before, _sending(last, num_ranks, peers), _receiving(receiver))
+        sending = _sending(last, num_ranks, peers)
+        if sending.smem_bytes > MAX_SMEM:
+            continue
+        kernels = (*before, sending, _receiving(receiver))
         # The result is neither written nor read.
         num_bytes = sender.bytes + mix.bytes - 2 * peers.num_bytes
         name = f"{sender.name}_{_RECEIVES[mix.name]}"
-        pairs.append(
-            Tactic(name, kernels, num_bytes, sender.flops + mix.flops, sender.packings)
-        )
-    # The first way of the product with the first of the mix comes first.
+        pairs.append(Tactic(name, kernels, num_bytes, sender.flops + mix.flops, sender.packings))
     return pairs
 
 
@@ -81,21 +83,29 @@ def _sending(kernel: KernelLaunch, num_ranks: int, peers: Peers) -> KernelLaunch
         params.insert(-2, live)
     else:
         params.append(live)
+    # `Push` of push.cuh, behind what is aligned to 128 bytes as a whole.
+    smem_bytes = -(-(kernel.smem_bytes + 8 * num_ranks + 24) // 128) * 128
     return replace(
-        kernel, defines=tuple(defines.items()), params=tuple(params),
-        smem_bytes=kernel.smem_bytes + push_bytes(num_ranks),
-    )  # fmt: skip
-
-
-def push_bytes(num_ranks: int) -> int:
-    """`Push` of push.cuh, and room to align it."""
-    return 8 * num_ranks + 8 + 16 + 8
+        kernel, defines=tuple(defines.items()), params=tuple(params), smem_bytes=smem_bytes
+    )
 
 
 def _receiving(kernel: KernelLaunch) -> KernelLaunch:
     """The mix, whose parts have been sent already; what stood for absent tensors is another."""
-    filler = cast(Param, Pointer("queries"))
+    kernel = with_own_scratch(kernel)
+    queries: Param = Pointer("queries")
+    params = (queries if param == Pointer("partial") else param for param in kernel.params)
+    return replace(kernel, defines=(*kernel.defines, ("SENT", 1)), params=tuple(params))
+
+
+def with_own_scratch(kernel: KernelLaunch) -> KernelLaunch:
+    """The mix with scratch that no kernel in front of it shares by its name; but the error word."""
     return replace(
-        kernel, defines=(*kernel.defines, ("SENT", 1)),
-        params=tuple(filler if param == Pointer("partial") else param for param in kernel.params),
-    )  # fmt: skip
+        kernel,
+        params=tuple(
+            replace(param, name=f"mix_{param.name}")
+            if isinstance(param, Scratch) and param != ERROR
+            else param
+            for param in kernel.params
+        ),
+    )

@@ -29,7 +29,7 @@ from inkrt.builder.build import build_engine  # noqa: E402
 from inkrt.builder.options import BuildOptions  # noqa: E402
 from inkrt.builder.tactics import find_tactics  # noqa: E402
 from inkrt.errors import DeviceError, EngineMismatchError  # noqa: E402
-from inkrt.plugins.allreduce_conv_mix.op import _combine  # noqa: E402
+from inkrt.plugins.allreduce_conv_mix.op import combine  # noqa: E402
 from inkrt.plugins.registry import plugins  # noqa: E402
 from inkrt.runtime.engine import Engine  # noqa: E402
 from inkrt.runtime.executor import Sampling, StepInput  # noqa: E402
@@ -184,7 +184,7 @@ def test_conv_mix_is_that_of_the_reference(devices: tuple[int, int], num_tokens:
     job = Job(
         gpus, "allreduce_conv_mix", [{**a, "conv_state": a["conv_state"].clone()} for a in args]
     )
-    expected = _combine(parts, **{**shared, "conv_state": shared["conv_state"].clone()})
+    expected = combine(parts, **{**shared, "conv_state": shared["conv_state"].clone()})
     bits: list[bytes] = []
     for number in range(len(job.tactics)):
         for _ in range(5):

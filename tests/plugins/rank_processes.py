@@ -59,6 +59,7 @@ class Ranks:
     Attributes:
         tables: of the ranks that run.
         errors: int32 [1] of each of them.
+        inboxes: of each of them.
 
     Args:
         memory: where all of it goes.
@@ -72,7 +73,7 @@ class Ranks:
     ) -> None:
         numbers = range(num_ranks) if part is None else [part.rank]
         size = inbox_size(slot_bytes, num_ranks)
-        inboxes = [memory.empty(size, EMPTY_BYTE) for _ in numbers]
+        self.inboxes = inboxes = [memory.empty(size, EMPTY_BYTE) for _ in numbers]
         self.errors = [memory.empty(4).view(np.int32) for _ in numbers]
         boxes = [
             Mailbox(inbox.ctypes.data, error.ctypes.data)

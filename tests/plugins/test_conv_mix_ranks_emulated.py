@@ -6,7 +6,7 @@ import torch
 from rank_processes import COMPILER, Emulator, Ranks, SharedMemory, run_kernel, run_ranks
 from torch import Tensor
 
-from inkrt.plugins.allreduce_conv_mix.op import _combine
+from inkrt.plugins.allreduce_conv_mix.op import combine
 from inkrt.plugins.tactic import Float32, Int32, Output, Peers, Pointer, Scratch, Tactic, TensorArg
 
 find_tactics = pytest.importorskip("inkrt.plugins.allreduce_conv_mix.tactics").find_tactics
@@ -140,7 +140,7 @@ def test_ranks_agree_with_the_reference_and_tactics_in_bits(
         assert names == ["push_in_slices", *["push_in_cluster"][:has_cluster], *front]
     state = arguments[0]["conv_state"].clone()  # type: ignore[attr-defined]
     of_one = {**arguments[0], "conv_state": state}
-    expected = _combine([of_rank["partial"] for of_rank in arguments], **of_one)  # type: ignore[arg-type]
+    expected = combine([of_rank["partial"] for of_rank in arguments], **of_one)  # type: ignore[arg-type]
     seen = []
     for tactic in tactics:
         shared = SharedMemory()
