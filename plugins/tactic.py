@@ -133,13 +133,13 @@ class Float32:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Kernel parameter: address of the `Peers` of `all_reduce/peer.cuh`, ways to the other ranks.
+    """Kernel parameter: address of the `Peers` of `all_reduce/push.cuh`, ways to the other ranks.
 
     Every rank has one inbox, which others write to. All launches that have this parameter share it,
     over all steps of an engine, in the order in which they run, which is the same on all ranks.
 
     Attributes:
-        num_bytes: most that a launch sends to each other rank.
+        num_bytes: most that a launch sends to each rank, or receives from each.
     """
 
     num_bytes: int

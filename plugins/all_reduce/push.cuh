@@ -14,9 +14,9 @@
 //            word that nobody waits for could arrive behind the launch that empties its place.
 //   own      A rank sends to itself, too, so the receiver waits for no launch to end.
 //   early    The sender triggers behind its wait, so when blocks of the receiver run, all launches
-//            before the sender have ended. They read what those wrote, wait for words, and only
-//            what the sender may still read (memory of dead tensors, turns) they write behind
-//            their own wait.
+//            before the sender have ended. They read what those wrote and wait for words; turns, which
+//            the sender may still read, and results they write behind their own wait, without
+//            which they would not end after the sender.
 //   failure  A sender that knows of a failure tells all ranks before it sends. One that happens in
 //            the sender itself is told by the next exchange; there is one behind the last mix of a
 //            step, that of the head.

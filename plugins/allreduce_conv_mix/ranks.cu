@@ -87,7 +87,7 @@ struct RankedConvMix : ConvMix<SumOfRanks> {
       store_in_ring(column);
     }
   }
-  // The senders may still read what stands where the results will.
+  // Like all results of a launch, behind the wait.
   INK_DEVICE void late(int column, const Four (&s)[MIX_SOURCES]) {
     store_four<KEEPS_FLOAT32>(residual_out, at(column), s[FORMER]);
   }

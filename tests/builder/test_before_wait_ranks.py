@@ -73,7 +73,7 @@ def test_pairs_that_push_read_early_what_is_older_than_the_sender(num_tokens: in
         assert {p for p in touched(sender) if not isinstance(p, Peers)} == {Pointer("weight")}
         early = touched(receiver)
         assert Pointer("sources", 1) in early  # it does not wait for them
-        # What the sender may still read: memory of dead tensors, where results will be.
+        # As of any kernel.
         assert not [param for param in early if isinstance(param, Output)]
         own = {param.name for param in early if isinstance(param, Scratch)}
         assert own <= {"mix_exchange", "error"}
