@@ -17,12 +17,14 @@ from inkrt.builder.tactics import find_tactics
 from inkrt.plugins.allreduce_conv_mix.pushed import pushed_pairs
 from inkrt.plugins.registry import plugins
 from inkrt.plugins.tactic import Output, Param, Pointer, Tactic
+from inkrt.runtime.executor.peers import RankSlice, describe_error
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU"),
     pytest.mark.slow,
 ]
 TARGET = "sm_90a"
+ERROR_MBARRIER = 1
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,6 @@ class Pair:
                     run_kernel(emulator, kernel, values)
 
         run_ranks(len(places.tables), run)
-        assert [int(error[0]) for error in places.errors] == [0] * len(places.errors)
 
     def results(self, launch: int, rank: int) -> list[np.ndarray]:
         memory = self.memories[launch][rank]
@@ -133,6 +134,7 @@ def check(emulator: Emulator, pair: Pair, ways: Sequence[Tactic]) -> None:
     num_ranks = len(pair.memories[0])
     places = Ranks(pair.shared, num_ranks, pair.slot_bytes)
     pair.run(emulator, tactics, places)
+    assert [int(error[0]) for error in places.errors] == [0] * num_ranks
     for launch, tactic in enumerate(tactics):
         for rank in range(num_ranks):
             for ours, expected in zip(pair.results(launch, rank), pair.results(0, 0), strict=True):
@@ -171,6 +173,31 @@ def test_linear(
     has_cluster = width % 512 == 0 and num_rows <= 3
     assert list(ways) == ["slices", *["cluster"][:has_cluster]]
     check(emulator, pair, [ways["slices"], ways.get("cluster", ways["slices"])])
+
+
+def test_a_slice_hears_itself(emulator: Emulator) -> None:
+    """What it sends comes back as if all ranks had sent the same."""
+    products = [linear_arguments(2, 264, 0)] * 2
+    whole, part = (Pair("linear", products, 264, 2, 1, number) for number in (1, 4))
+    whole.run(emulator, [whole.apart(whole.senders[0])], Ranks(whole.shared, 2, whole.slot_bytes))
+    slot_bytes = -(-part.slot_bytes // 256) * 256
+    places = Ranks(part.shared, 2, slot_bytes, RankSlice(1, 2))
+    part.run(emulator, [part.pairs[0]] * 4, places)
+    assert int(places.errors[0][0]) == 0
+    for launch in range(4):
+        for ours, expected in zip(part.results(launch, 0), whole.results(0, 0), strict=True):
+            assert np.array_equal(ours, expected)
+
+
+def test_a_failure_is_told_before_anything_is_sent(emulator: Emulator) -> None:
+    """And nobody waits any longer: the other rank does not run at all."""
+    pair = Pair("linear", [linear_arguments(1, 264, rank) for rank in range(2)], 264, 1, 0, 2)
+    places = Ranks(pair.shared, 2, pair.slot_bytes)
+    places.errors[0][0] = ERROR_MBARRIER
+    places.tables = places.tables[:1]
+    pair.run(emulator, [pair.pairs[0]] * 2, places)
+    assert [int(error[0]) for error in places.errors] == [ERROR_MBARRIER | 1 << 16] * 2
+    assert "of rank 0 gave up" in describe_error(int(places.errors[1][0]))
 
 
 @pytest.mark.parametrize(
