@@ -205,10 +205,10 @@ def test_a_failure_is_told_before_anything_is_sent(emulator: Emulator) -> None:
     [
         ("T1_mxfp8_slice", 192, 1),
         ("T7_nvfp4_slice", 128, 6),
-        ("T5_nvfp4_rank_of_4", 64, 5),  # whole experts, of which a token may choose none
     ],
 )
 def test_moe(emulator: Emulator, name: str, width: int, num_tokens: int) -> None:
+    """Slices of experts; steps of ranks with whole ones are in test_inkling2_ranks_emulated.py."""
     products = [moe_arguments(name, rank) for rank in range(2)]
     pair = Pair("moe", products, width, num_tokens, 2, 6)
     ways = [tactic for tactic in pair.pairs if tactic.name.endswith("_slices")]
