@@ -31,6 +31,7 @@ from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_comma
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
 from inkrt.builder.passes import passes_for
 from inkrt.builder.quantize import Quantizer, choose_projections
+from inkrt.builder.ratio_tests import apart_from_steps, ratio_tests
 from inkrt.builder.steps import engine_steps, state_layout, step_modules
 from inkrt.builder.tactics import TacticChooser
 from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
@@ -176,17 +177,18 @@ def prepare(
     progress(f"traced and lowered {len(plans)} steps in {time.monotonic() - started:.1f} s")
     layout = state_layout(module, state)
     tensors = packed_tensors(module, target.packed)
+    code = _engine_code(plans, target, tensors, options)
     return Prepared(
         definition,
         model,
         str(checkpoint.config["model_type"]),
         dtype,
         options,
-        plans,
+        code.plans,
         tensors,
         layout,
-        _memory_table(tensors, layout, plans, options.tp_size),
-        _engine_code(plans, target, tensors, options),
+        _memory_table(tensors, layout, code, options.tp_size),
+        code,
         drafter,
     )
 
@@ -290,21 +292,27 @@ def _check_weights(
 def _engine_code(
     plans: dict[str, Plan], target: Target, tensors: list[PackedTensor], options: BuildOptions
 ) -> EngineCode:
-    cubins = dict(target.compiler.cubins) if target.compiler else {}
+    cubins: dict[str, bytes] = {}
+    tests: dict[str, Plan] = {}
     if target.compiler:
+        plans = apart_from_steps(plans)
+        tests = ratio_tests(plans, target.compiler)
+        cubins |= target.compiler.cubins
         # What closes a step that feeds itself belongs to the executor, not to an operator.
         cubins["advance"] = compile_cubin(PLUGIN_FOLDER / "advance.cu", (), target.name)
         if DRAFT_STEP in plans:
             cubins["round"] = compile_cubin(PLUGIN_FOLDER / "round" / "round.cu", (), target.name)
     if options.weights == "real":
-        return EngineCode(plans, cubins)
+        return EngineCode(plans, cubins, ratio_tests=tests)
     dummies = dummy_weights(tensors)
-    return EngineCode(plans, cubins, dummies.kind_of, dummies.templates)
+    return EngineCode(plans, cubins, dummies.kind_of, dummies.templates, tests)
 
 
 def _memory_table(
-    tensors: list[PackedTensor], layout: StateLayout, plans: dict[str, Plan], tp_size: int
+    tensors: list[PackedTensor], layout: StateLayout, code: EngineCode, tp_size: int
 ) -> MemoryTable:
+    plans = code.plans
+
     def size(kind: str) -> int:
         return sum(
             torch.Size(spec.shape).numel() * DTYPE_BYTES[spec.dtype]
@@ -318,7 +326,7 @@ def _memory_table(
         paged_state=paged,
         ring_state=size("ring"),
         arena=max(plan.arena_bytes for plan in plans.values()),
-        kept=sum(plan.scratch_bytes + table_bytes(plan) for plan in plans.values())
+        kept=sum(plan.scratch_bytes + table_bytes(plan) for plan in code.all_plans.values())
         + inbox_bytes(plans.values(), tp_size),
         paged_bytes_per_token=paged // (layout.num_pages * layout.page_tokens),
     )

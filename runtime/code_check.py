@@ -23,7 +23,9 @@ def code_problems(config: EngineConfig, rank: int, code: EngineCode) -> list[str
     found = {(plan.name, plan.num_tokens, plan.num_rows) for plan in plans.values()}
     if found != {(step.name, step.num_tokens, step.num_rows) for step in config.all_steps}:
         return [f"{plan_file(rank)} has other steps than {CONFIG_NAME} says (damaged)"]
-    problems = [dangling(plan, code.cubins) for plan in plans.values()]
+    problems = [dangling(plan, code.cubins) for plan in code.all_plans.values()]
+    if code.ratio_tests.keys() - plans.keys():
+        problems.append("ratio tests of steps that are not there")
     if not any(problems):
         problems += [_output_problem(config, plan) for plan in plans.values()]
         problems += [_context_problem(config, plan, plans) for plan in plans.values()]

@@ -5,6 +5,7 @@ runtime reads them. Nothing here needs torch or a GPU, and nothing found in a fo
 
     config.json                        EngineConfig; a person can read it
     rank0.engine                       safetensors container: "plan/<step>" is a msgpack Plan,
+                                       "ratio/<step>" one of a ratio test,
                                        "cubin/<hash>" the code of GPU kernels,
                                        "template/<kind>" what fills dummy weights
     rank0-00001-of-0000N.safetensors   packed weights of rank 0, each file under 16 GiB
@@ -223,19 +224,28 @@ class EngineCode(Struct, frozen=True):
         cubins: code of GPU kernels by name; empty on the CPU.
         template_of: without weight files, the template that fills a weight, by the weight's name.
         templates: bytes that are repeated over a weight, by name.
+        ratio_tests: by the name of a step that verifies drafts, what judges them behind it in
+            rounds that a GPU runs by itself; see `builder.ratio_tests`.
     """
 
     plans: dict[str, Plan]
     cubins: dict[str, bytes] = msgspec.field(default_factory=dict)
     template_of: dict[str, str] = msgspec.field(default_factory=dict)
     templates: dict[str, bytes] = msgspec.field(default_factory=dict)
+    ratio_tests: dict[str, Plan] = msgspec.field(default_factory=dict)
+
+    @property
+    def all_plans(self) -> dict[str, Plan]:
+        """Steps and ratio tests, by the names of the plans."""
+        return self.plans | {plan.name: plan for plan in self.ratio_tests.values()}
 
 
 def encode_code(code: EngineCode) -> bytes:
     """A `.engine` file as bytes."""
     tensors = {
-        f"plan/{name}": np.frombuffer(msgspec.msgpack.encode(plan, order="sorted"), np.uint8)
-        for name, plan in sorted(code.plans.items())
+        f"{kind}/{name}": np.frombuffer(msgspec.msgpack.encode(plan, order="sorted"), np.uint8)
+        for kind, plans in (("plan", code.plans), ("ratio", code.ratio_tests))
+        for name, plan in sorted(plans.items())
     }
     for kind, blobs in (("cubin", code.cubins), ("template", code.templates)):
         for name, data in sorted(blobs.items()):
@@ -347,13 +357,20 @@ def read_code(folder: Path, rank: int) -> EngineCode:
     path = folder / plan_file(rank)
     try:
         tensors = safetensors_numpy.load_file(path)
-        plans = {
-            name: msgspec.msgpack.decode(data, type=Plan)
-            for name, data in _under("plan/", tensors).items()
-        }
+        plans, ratio_tests = (
+            {
+                name: msgspec.msgpack.decode(data, type=Plan)
+                for name, data in _under(prefix, tensors).items()
+            }
+            for prefix in ("plan/", "ratio/")
+        )
         template_of = msgspec.msgpack.decode(tensors["template_of"].tobytes(), type=dict[str, str])
         return EngineCode(
-            plans, _under("cubin/", tensors), template_of, _under("template/", tensors)
+            plans,
+            _under("cubin/", tensors),
+            template_of,
+            _under("template/", tensors),
+            ratio_tests,
         )
     except (OSError, KeyError, SafetensorError, msgspec.MsgspecError) as error:
         raise EngineFormatError(

@@ -85,6 +85,7 @@ class Generation:
         self._prompt = prompt
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else config.model.eos_token_ids)
+        self._stop_ids = self._eos.union(params.stop_token_ids)
         self._sampling = Sampling(
             temperature=0.0 if params.temperature < LEAST_TEMPERATURE else params.temperature,
             top_k=params.top_k,
@@ -157,7 +158,12 @@ class Generation:
                 self._session.decode(self._timeline[-1], self._sampling, num_more=num_more)
             )
         step = self._speculator.run(
-            self._session, self._timeline, self._sampling, self._num_left, self._processor
+            self._session,
+            self._timeline,
+            self._sampling,
+            self._num_left,
+            self._processor,
+            self._stop_ids,
         )
         deltas: list[Delta] = []
         for token in step.tokens:  # what stands behind the end was never asked for
@@ -165,7 +171,13 @@ class Generation:
             if self.state == "finished":
                 break
         accepted = min(len(deltas), len(step.tokens) - 1)
-        self.stats.count(step.drafted, accepted, len(deltas), proposed=step.proposed)
+        self.stats.count(
+            step.drafted,
+            accepted,
+            len(deltas),
+            proposed=step.proposed,
+            on_device=step.on_device,
+        )
         return Delta.of_round(deltas, accepted)
 
     def _draw(self, processor: LogitsProcessor, logits: NDArray[np.float32]) -> int:
@@ -176,7 +188,7 @@ class Generation:
         self._timeline.append(token)
         self._num_left -= 1
         is_eos = token in self._eos
-        is_stop_token = is_eos or token in self._params.stop_token_ids
+        is_stop_token = token in self._stop_ids
         is_last = is_stop_token or self._num_left == 0
         is_visible = not is_stop_token or self._params.include_stop_str_in_output
         text = self._text([token] if is_visible else [], is_last)

@@ -261,6 +261,8 @@ INBOX_BUFFERS, INBOX_ALIGNMENT, PEER_WORDS = 3, 256, 3
 TURN_BYTES = 8 * 132
 # Storage of scratch that an engine has no memory for: of launches that a benchmark makes up.
 LOOSE = "loose"
+# Storage of scratch that is the state of rounds of speculation, one for all plans of a rank.
+ROUND_STATE_STORAGE = "round state"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "uint8": 1}
 
 

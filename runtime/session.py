@@ -4,7 +4,8 @@ It chooses steps, keeps the timeline and the state in step with each other, and 
 nor when to stop. Sessions of one engine share its executor: use them from one thread at a time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
 from types import TracebackType
@@ -16,6 +17,12 @@ from numpy.typing import NDArray
 from inkrt.errors import RequestError
 from inkrt.runtime.engine_file import DRAFT_STEP, EngineConfig, StepSpec
 from inkrt.runtime.executor import Executor, Sampling, StepInput, StepOutput
+from inkrt.runtime.executor.round_queue import (
+    MAX_ROUNDS_AHEAD,
+    RoundInput,
+    RoundRecord,
+    RoundSettings,
+)
 from inkrt.runtime.state import SequenceState, StateManager
 
 # Steps that decoding may run ahead of the one asked for: enough for the host to be late by a few
@@ -204,6 +211,52 @@ class Session:
             [token], sampling, num_ahead, lambda given: self._executor.decode(given, num_ahead)
         )
 
+    def takes_rounds(self, settings: RoundSettings) -> bool:
+        """Whether `round` can run rounds like these, which the engine's own drafter drafts."""
+        rounds = self._executor.rounds
+        can_undo = settings.most <= self._states.layout.rollback_tokens
+        return rounds is not None and can_undo and rounds.takes(settings)
+
+    def round(
+        self, token: int, sampling: Sampling, settings: RoundSettings, num_left: int
+    ) -> RoundRecord:
+        """Append a token and the drafts behind it that are accepted, in a round of the device.
+
+        Called round by round, as generation does, it keeps a GPU at work without waiting for the
+        host: the next round runs ahead. It appends nothing, but for `rollback` its positions count
+        as written, so it reaches up to a round less far. (Interrupted while it waits, two rounds
+        may have run that nobody has heard of; that may be too far to go on, but from 0.)
+
+        Args:
+            token: to append first.
+            sampling: of the request.
+            settings: of the request; `takes_rounds` is true of them.
+            num_left: tokens that can be used, at least 1; the next call's is less by those given.
+
+        Raises:
+            RequestError: an invalid token.
+            CapacityError: the context or the pages are exhausted.
+        """
+        (token,) = check_tokens([token], self.config)
+        self._require_open()
+        sequence, most = self._sequence, settings.most
+        rounds = self._executor.rounds
+        assert rounds is not None, "the device runs no rounds"
+        can_undo = 1 + most <= self._states.layout.rollback_tokens
+        num_ahead = MAX_ROUNDS_AHEAD if num_left > 1 and can_undo else 0
+        wanted = (1 + num_ahead) * (1 + most)
+        num_reserved = max(self._states.num_free(sequence, wanted), 1)
+        is_coupled = settings.rule != "probabilistic"
+        with self._reserved(num_reserved):
+            pages = sequence.pages
+            end = min(len(pages) * self.config.state.page_tokens, self.config.max_seq_len)
+            step = StepInput([token], sequence.length, sequence.slot, pages, sampling, is_coupled)
+            record = rounds.run(RoundInput(step, settings, num_left, end), num_ahead)
+        num_written = max(len(record.tokens) + num_ahead * (1 + most), 1 + record.drafted)
+        self._states.commit(sequence, len(record.tokens), num_written=num_written)
+        self._tokens += [token, *record.tokens[:-1]]
+        return record
+
     def draft(
         self, token: int, sampling: Sampling, *, coupled: bool, wants_logits: bool
     ) -> DraftOutput:
@@ -299,18 +352,24 @@ class Session:
         """Append the tokens that `run` writes, while `num_ahead` positions more are writable."""
         self._require_open()
         sequence = self._sequence
-        copies = self._states.reserve(sequence, len(tokens) + num_ahead)
-        try:
-            for copy in copies:
-                self._executor.copy_page(copy.source, copy.target)
+        with self._reserved(len(tokens) + num_ahead):
             step_input = StepInput(tokens, sequence.length, sequence.slot, sequence.pages, sampling)
             output = run(step_input)
-        except BaseException:
-            self._states.cancel(sequence)
-            raise
         self._states.commit(sequence, len(tokens))
         self._tokens.extend(tokens)
         return output
+
+    @contextlib.contextmanager
+    def _reserved(self, num_tokens: int) -> Iterator[None]:
+        """The next positions are writable; if what writes them fails, they are given up."""
+        copies = self._states.reserve(self._sequence, num_tokens)
+        try:
+            for copy in copies:
+                self._executor.copy_page(copy.source, copy.target)
+            yield
+        except BaseException:
+            self._states.cancel(self._sequence)
+            raise
 
     def _require_open(self) -> None:
         if not self._sequence.is_open:

@@ -31,6 +31,7 @@ class SequenceState:
         length: committed positions.
         high_water: one more than the furthest position a step may have written in the slot.
         num_reserved: positions from `length` that a running step may write.
+        written: `high_water` without the running step.
         replaced: shared pages that the running step's reservation has replaced by own copies, by
             index in `pages`; they stay referenced until the reservation ends.
         is_open: false after `free`.
@@ -41,6 +42,7 @@ class SequenceState:
     length: int = 0
     high_water: int = 0
     num_reserved: int = 0
+    written: int = 0
     replaced: dict[int, int] = field(default_factory=dict)
     is_open: bool = True
 
@@ -133,6 +135,7 @@ class StateManager:
             copies.append(PageCopy(sequence.replaced[index], sequence.pages[index]))
         sequence.pages.extend(self._take_page() for _ in range(num_new))
         sequence.num_reserved = num_tokens
+        sequence.written = sequence.high_water
         sequence.high_water = max(sequence.high_water, end)
         return copies
 
@@ -141,12 +144,16 @@ class StateManager:
 
         No more than can be written and then given up, so that the session goes on behind the first.
         """
+        return min(self.num_free(sequence, num_tokens), 1 + self.layout.rollback_tokens)
+
+    def num_free(self, sequence: SequenceState, num_tokens: int) -> int:
+        """How many of the next `num_tokens` positions `reserve` can make writable now."""
         if sequence.high_water - sequence.length > self.layout.rollback_tokens:
             return 0
         num_free = len(self._free_pages) - len(self._shared_pages(sequence))
         room = (len(sequence.pages) + num_free) * self.layout.page_tokens - sequence.length
         left = self.max_seq_len - sequence.length
-        return max(min(num_tokens, room, left, 1 + self.layout.rollback_tokens), 0)
+        return max(min(num_tokens, room, left), 0)
 
     def require_context(self, sequence: SequenceState, num_tokens: int) -> None:
         """Check that `num_tokens` more positions fit into the context; changes nothing.
@@ -163,13 +170,24 @@ class StateManager:
                 + rebuild_with(self._rebuild_command, "--max-seq-len", end)
             )
 
-    def commit(self, sequence: SequenceState, num_tokens: int) -> None:
+    def commit(
+        self, sequence: SequenceState, num_tokens: int, *, num_written: int | None = None
+    ) -> None:
         """End a reservation whose step has written its first `num_tokens` positions.
 
         Advances `length`; pages that are no longer needed are released. Never raises for a
         `num_tokens` up to the number reserved.
+
+        Args:
+            sequence: with the reservation.
+            num_tokens: positions to keep.
+            num_written: of those reserved, positions that may have been written; None for all.
         """
         assert 0 < num_tokens <= sequence.num_reserved, (num_tokens, sequence.num_reserved)
+        if num_written is not None:
+            assert num_tokens <= num_written, (num_tokens, num_written)
+            end = sequence.length + min(num_written, sequence.num_reserved)
+            sequence.high_water = max(sequence.written, end)
         for page in sequence.replaced.values():
             self._drop_page(page)
         self._end(sequence, sequence.length + num_tokens)

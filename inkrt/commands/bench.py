@@ -12,12 +12,13 @@ from inkrt.commands import console, spec_options
 from inkrt.errors import ConfigError, EngineMismatchError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from inkrt.runtime.engine_file import EngineConfig, StepSpec
     from inkrt.runtime.executor.cuda import CudaExecutor
 
 STEP_RUNS = 60
+_COUNTS = {2: "two", 3: "three"}
 _Engine = Annotated[
     Path,
     typer.Argument(metavar="ENGINE", help="Engine folder for a GPU, or a model's config.json."),
@@ -66,6 +67,18 @@ def engine(
     acceptance: Annotated[
         bool, typer.Option("--acceptance", help="Measure how many drafts are accepted instead.")
     ] = False,
+    rounds: Annotated[
+        bool,
+        typer.Option("--rounds", help="Time whole rounds that the GPU runs by itself instead."),
+    ] = False,
+    accept_profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P,P,...",
+            help="Of --rounds: accept draft 1, 2, ... with these probabilities if those before it "
+            "are, whatever is drawn.",
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Of --acceptance, one a line; default: a few."),
@@ -85,67 +98,53 @@ def engine(
 ) -> None:
     """Median GPU time of every step at every context, beside the bytes it must move.
 
-    With --costs or --acceptance, figures of speculation instead, on any target.
+    With --costs or --acceptance, figures of speculation instead, on any target; with --rounds,
+    times of its rounds.
     """
-    if costs and acceptance:
-        raise UsageError("--costs and --acceptance are two measurements; run one after the other")
-    of_speculation = (
-        ("--prompts", prompts is not None),
-        ("--plot", plot is not None),
-        ("--max-tokens", max_tokens != 256),
-        ("--temperature", temperature is not None),
-        ("--seed", seed != 0),
-        *((name, True) for name in options.typed()),
+    kinds = (("--costs", costs), ("--acceptance", acceptance), ("--rounds", rounds))
+    chosen = [name for name, is_given in kinds if is_given]
+    if len(chosen) > 1:
+        raise UsageError(
+            f"{' and '.join(chosen)} are {_COUNTS[len(chosen)]} measurements; run one after the "
+            "other"
+        )
+    of_answers, of_drafts = {"--acceptance"}, {"--acceptance", "--rounds"}
+    console.require_uses(
+        *chosen,
+        options=(
+            ("--prompts", prompts is not None, of_answers),
+            ("--plot", plot is not None, of_answers),
+            ("--max-tokens", max_tokens != 256, of_answers),
+            ("--temperature", temperature is not None, of_answers),
+            ("--seed", seed != 0, of_answers),
+            *((name, True, of_drafts) for name in options.typed()),
+            ("--accept-profile", accept_profile is not None, {"--rounds"}),
+            ("--steps", bool(steps), {""}),
+            ("--profile", profile, {""}),
+            ("--profile-runs", profile_runs is not None, {""}),
+            ("--rank-slice", rank_slice is not None, {"", "--rounds"}),
+            ("--contexts", contexts is not None, {"", "--costs", "--rounds"}),
+            ("--runs", runs is not None, {"", "--costs", "--rounds"}),
+        ),
     )
-    of_steps = (
-        ("--steps", bool(steps)),
-        ("--profile", profile),
-        ("--profile-runs", profile_runs is not None),
-        ("--rank-slice", rank_slice is not None),
-    )
-    if not acceptance:
-        _refuse(of_speculation, "only --acceptance has a use for it; add that or leave it out")
-    if costs or acceptance:
-        _refuse(of_steps, "of no use with --costs or --acceptance; leave it out")
-    if acceptance:
-        of_contexts = (("--contexts", contexts is not None), ("--runs", runs is not None))
-        _refuse(of_contexts, "of no use with --acceptance; leave it out")
     _require_writable(as_json, plot)
     if costs:
-        from inkrt.commands import bench_speculation
-
-        wanted_costs = None if contexts is None else sorted(set(_numbers(contexts)))
-        written = bench_speculation.keep_costs(
-            folder, wanted_costs, runs or bench_speculation.COST_RUNS
-        )
-        console.say(f"written: {written}", is_result=False)
-        if as_json is not None:
-            as_json.write_bytes(written.read_bytes())
+        _keep_costs(folder, contexts, runs, as_json)
         return
     if acceptance:
-        from inkrt.commands import bench_speculation
-
-        if plot is not None:
-            bench_speculation.require_matplotlib()
         given: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed}
         if temperature is not None:
             given["temperature"] = temperature
-        report = bench_speculation.measure_acceptance(
-            folder,
-            bench_speculation.read_prompts(prompts),
-            given,
-            options.config(),
-        )
-        if as_json is not None:
-            as_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if plot is not None:
-            bench_speculation.plot(report, plot)
+        _measure_acceptance(folder, prompts, given, options, plot, as_json)
         return
     wanted = _numbers("1024,8192" if contexts is None else contexts)
     runs = runs or STEP_RUNS
     if profile_runs is not None and not profile:
         raise UsageError("--profile-runs is for --profile; add it or leave it out")
     cut_runs = (profile_runs or runs) if profile else 0
+    if rounds:
+        _time_rounds(folder, rank_slice, wanted, runs, options, accept_profile, as_json)
+        return
     with _open(folder, rank_slice) as (executor, config):
         columns = ("context", "median us", "min us", "MB", "floor us", "experts")
         console.say(f"{'step':<10}" + "".join(f"{name:>11}" for name in columns))
@@ -156,11 +155,44 @@ def engine(
         _write(as_json, executor, rows)
 
 
-def _refuse(options: "Sequence[tuple[str, bool]]", why: str) -> None:
-    """Refuse the first of some options that is not at its default, where it would do nothing."""
-    for name, is_given in options:
-        if is_given:
-            raise UsageError(f"{name}: {why}")
+def _time_rounds(
+    folder: Path, rank_slice: str | None, contexts: list[int], runs: int,
+    options: spec_options.SpecOptions, profile: str | None, as_json: Path | None,
+) -> None:  # fmt: skip
+    from inkrt.commands import bench_rounds
+
+    with _open(folder, rank_slice) as (executor, config):
+        # An engine made of a configuration has no times to go by, and what `auto` means then.
+        own = folder if folder.is_dir() else folder.parent
+        speculation = options.config().resolve(own, config)
+        rows = bench_rounds.measure_rounds(executor, config, speculation, contexts, runs, profile)
+        _write(as_json, executor, rows)
+
+
+def _keep_costs(folder: Path, contexts: str | None, runs: int | None, as_json: Path | None) -> None:
+    from inkrt.commands import bench_speculation
+
+    wanted = None if contexts is None else sorted(set(_numbers(contexts)))
+    written = bench_speculation.keep_costs(folder, wanted, runs or bench_speculation.COST_RUNS)
+    console.say(f"written: {written}", is_result=False)
+    if as_json is not None:
+        as_json.write_bytes(written.read_bytes())
+
+
+def _measure_acceptance(
+    folder: Path, prompts: Path | None, given: dict[str, Any], options: spec_options.SpecOptions,
+    plot: Path | None, as_json: Path | None,
+) -> None:  # fmt: skip
+    from inkrt.commands import bench_speculation
+
+    if plot is not None:
+        bench_speculation.require_matplotlib()
+    texts = bench_speculation.read_prompts(prompts)
+    report = bench_speculation.measure_acceptance(folder, texts, given, options.config())
+    if as_json is not None:
+        as_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if plot is not None:
+        bench_speculation.plot(report, plot)
 
 
 def _require_writable(*paths: Path | None) -> None:

@@ -15,15 +15,18 @@ from inkrt.commands import console
 from inkrt.commands.spec_options import nobody_drafts
 from inkrt.errors import ConfigError, UsageError
 from inkrt.runtime.engine import Engine
+from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.executor.cuda import CudaExecutor
+from inkrt.runtime.executor.round_queue import RoundSettings
 from inkrt.runtime.llm import LLM
 from inkrt.runtime.output import RequestOutput
 from inkrt.runtime.sampling_params import SamplingParams
-from inkrt.runtime.session import MAX_AHEAD
+from inkrt.runtime.session import MAX_AHEAD, Session
 from inkrt.runtime.spec.config import SpeculativeConfig
-from inkrt.runtime.spec.costs import CostTable, engine_hash
+from inkrt.runtime.spec.costs import CostTable, engine_hash, most_drafted
 from inkrt.runtime.spec.stats import SpeculationStats
+from inkrt.runtime.spec.width import CostAware, CostsByContext, RoundCosts
 
 CONTEXTS = (256, 2048, 16384, 65536, 262144)
 WARM_UP_RUNS = 3
@@ -44,6 +47,8 @@ PROMPTS = (
 def measure_costs(engine: Engine, contexts: Sequence[int] | None, runs: int) -> CostTable:
     """Time plain steps, verify steps of every width and the draft step, as the host sees them.
 
+    Where the device runs rounds by itself, they are timed too: whole, one behind the other.
+
     The tokens that steps read are those that the model itself says there, since what experts they
     choose decides what a step costs.
 
@@ -58,16 +63,12 @@ def measure_costs(engine: Engine, contexts: Sequence[int] | None, runs: int) -> 
     config = engine.config
     widest = config.widest_verify
     num_plain = WARM_UP_RUNS + runs
-    limit = config.max_seq_len - max(num_plain + 1 + MAX_AHEAD, widest)
-    fitting = [context for context in contexts or CONTEXTS if context <= limit]
-    if not fitting and contexts is None and limit >= 2:
-        fitting = [limit // 2]
-    if not fitting:
-        raise ConfigError(
-            f"no context fits: {num_plain} steps behind it need room in the engine's "
-            f"{config.max_seq_len} positions; give shorter --contexts or fewer --runs"
-        )
-    rows = []
+    most = most_drafted(config) if engine.executor.rounds is not None else 0
+    num_behind = num_plain + 1 + MAX_AHEAD
+    if most:  # one position a round, and what the last of each kind may write beyond
+        num_behind += (most + 2) * num_plain + 2 * (1 + most)
+    fitting = _fitting(config, contexts, max(num_behind, widest))
+    rows, of_rounds = [], []
     header = ["context", *(["draft ms"] if config.draft else []), "plain ms"]
     header += [f"{count} ms" for count in range(1, widest + 1)]
     console.say("".join(f"{name:>10}" for name in header))
@@ -110,6 +111,10 @@ def measure_costs(engine: Engine, contexts: Sequence[int] | None, runs: int) -> 
             rows.append((context, median(plain[WARM_UP_RUNS:]), verify_s, draft_s))
             times = [*([] if draft_s is None else [draft_s]), rows[-1][1], *verify_s]
             console.say(f"{context:>10}" + "".join(f"{1e3 * seconds:>10.3f}" for seconds in times))
+            if most:
+                of_rounds.append(_round_seconds(session, tokens[0], most, num_plain))
+    if most:
+        _say_rounds(fitting, of_rounds)
     return CostTable(
         engine_hash(config),
         device_name(engine),
@@ -117,7 +122,61 @@ def measure_costs(engine: Engine, contexts: Sequence[int] | None, runs: int) -> 
         tuple(plain_s for _, plain_s, _, _ in rows),
         tuple(tuple(verify_s) for _, _, verify_s, _ in rows),
         tuple(s for *_, s in rows if s is not None) if config.draft else None,
+        tuple(of_rounds) if most else None,
     )
+
+
+def _fitting(
+    config: EngineConfig, contexts: Sequence[int] | None, num_behind: int
+) -> Sequence[int]:
+    """The contexts that leave room for so many positions behind them; None as `measure_costs`."""
+    limit = config.max_seq_len - num_behind
+    fitting = [context for context in contexts or CONTEXTS if context <= limit]
+    if not fitting and contexts is None and limit >= 2:
+        fitting = [limit // 2]
+    if not fitting:
+        raise ConfigError(
+            f"no context fits: {num_behind} positions behind it are measured in, of the engine's "
+            f"{config.max_seq_len}; give shorter --contexts or fewer --runs"
+        )
+    return fitting
+
+
+def _say_rounds(contexts: Sequence[int], of_rounds: Sequence[Sequence[float]]) -> None:
+    console.say("rounds that the device runs: one that drafts nothing, then by drafts verified")
+    header = ["context", "plain ms", *(f"{count} ms" for count in range(len(of_rounds[0]) - 1))]
+    console.say("".join(f"{name:>10}" for name in header))
+    for context, seconds in zip(contexts, of_rounds, strict=True):
+        console.say(f"{context:>10}" + "".join(f"{1e3 * one:>10.3f}" for one in seconds))
+
+
+def _round_seconds(session: Session, token: int, most: int, num_runs: int) -> tuple[float, ...]:
+    """Median seconds of a plain round, and of rounds that verify 0, 1, ... drafts.
+
+    The device runs them one behind the other. No draft is accepted, so the tokens that come are
+    those of the model, one a round.
+    """
+    medians = []
+    for width in (None, *range(most + 1)):
+        settings = RoundSettings("forced", steady_width(width, most), most, forced=(0.0,) * most)
+        times = []
+        for left in reversed(range(num_runs)):
+            began = time.perf_counter()
+            record = session.round(token, Sampling(temperature=1.0), settings, 2 + most + left)
+            times.append(time.perf_counter() - began)
+            assert record.drafted == (width or 0), (record, width)
+            assert (record.proposed == 0) == (width is None), (record, width)
+            token = record.tokens[-1]
+        medians.append(median(times[WARM_UP_RUNS:]))
+    return tuple(medians)
+
+
+def steady_width(width: int | None, most: int) -> CostAware:
+    """A policy that goes by made-up costs, so that it verifies so many drafts; None drafts none."""
+    plain = 1e-6 if width is None else 1e6
+    costs = RoundCosts(plain, [1e-6 if count == width else 1.0 for count in range(most + 1)])
+    table = CostsByContext((0,), (costs,))
+    return CostAware(table, explore_every=10**9, num_first=0, on_device=table)
 
 
 def keep_costs(folder: Path, contexts: Sequence[int] | None = None, runs: int = COST_RUNS) -> Path:
@@ -213,6 +272,7 @@ def figures(stats: SpeculationStats) -> dict[str, Any]:
     return {
         "emitted": stats.emitted,
         "rounds": stats.rounds,
+        "on_device": stats.on_device,
         "plain_steps": stats.plain_steps,
         "proposed": stats.proposed,
         "drafted": stats.drafted,

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
-from inkrt.errors import ConfigError, InkError, RequestError
+from inkrt.errors import ConfigError, InkError, RequestError, UsageError
 
 _DEBUG = inspect.Parameter(
     "debug",
@@ -138,6 +138,27 @@ def fail(message: str, exit_code: int) -> None:
     """
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(exit_code)
+
+
+def require_uses(chosen: str = "", *, options: Sequence[tuple[str, bool, set[str]]]) -> None:
+    """Refuse the first of some options that is given where it would do nothing.
+
+    Args:
+        chosen: what is measured; "" for steps.
+        options: name, whether it is given, and the measurements that have a use for it.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for name, is_given, uses in options:
+        if is_given and chosen not in uses:
+            if chosen:
+                raise UsageError(f"{name}: of no use with {chosen}; leave it out")
+            several = "have" if len(uses) > 1 else "has"
+            raise UsageError(
+                f"{name}: only {' and '.join(sorted(uses))} {several} a use for it; add that or "
+                "leave it out"
+            )
 
 
 def require_writable(path: Path) -> None:

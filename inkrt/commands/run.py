@@ -51,9 +51,10 @@ class Stats:
         if spec is not None and spec.rounds:
             of_rounds = " ".join(f"{share:.0%}" for share in spec.acceptance_at)
             of_reached = " ".join(f"{share:.0%}" for share in spec.conditional_acceptance_at)
+            by = f", {spec.on_device} of both by the device alone" if spec.on_device else ""
             line += (
                 f"\n{spec.rounds} rounds of {spec.acceptance_length:.2f} tokens and "
-                f"{spec.plain_steps} plain steps; {spec.accepted} of {spec.drafted} verified "
+                f"{spec.plain_steps} plain steps{by}; {spec.accepted} of {spec.drafted} verified "
                 f"drafts accepted, {spec.proposed} proposed; by place {of_rounds} of the rounds, "
                 f"{of_reached} of those that came to it"
             )

@@ -4,6 +4,8 @@
     python perf/kernels/relative_attention.py --time       a line for every figure that is wanted
     python perf/kernels/relative_attention.py --compile    cubins of both; no GPU
 
+`--only sliding` takes the shapes with that text alone, `--only 'sliding 1024 T=1'` one row.
+
 Times are of graphs of launches with programmatic edges, one behind another, on caches of many
 layers, so that keys, values and banks come from memory. They share activations and scratch.
 """
@@ -32,6 +34,7 @@ from inkrt.plugins.attention_sm90.tactics import (
     splits,
     tile_tactic,
 )
+from inkrt.plugins.attention_sm90.window import fits_window_kernel, window_tactics
 from inkrt.plugins.kv_layout import PAGE_TOKENS, tile_bytes
 from inkrt.plugins.tactic import KernelLaunch, Tactic
 
@@ -110,12 +113,22 @@ ROWS = (
 
 
 def tactics(call: Call) -> list[Tactic]:
-    """Candidates for a call."""
+    """Candidates for a call, with the same bits."""
     if call.head_dim != FULL.head_dim:
         return [simple_tactic(call)]
     if call.num_tokens > MAX_TOKENS:
         return [tile_tactic(call)]
+    if fits_window_kernel(call):
+        return window_tactics(call)
     return [fast_tactic(call, split) for split in splits(call)]
+
+
+def timed_tactics(call: Call) -> list[Tactic]:
+    """Candidates, and what `window_tactics` took the place of, whose bits are others."""
+    found = tactics(call)
+    if fits_window_kernel(call):
+        found += [fast_tactic(call, split) for split in splits(call)]
+    return found
 
 
 def check_call(gpu: Gpu, call: Call, widths: tuple[int, ...], start: int) -> list[str]:
@@ -248,10 +261,12 @@ def describe(call: Call) -> str:
     return f"{call.num_heads}/{call.num_kv_heads}x{call.head_dim} {kind} T={call.num_tokens}"
 
 
-def run_checks(gpu: Gpu) -> int:
-    """Print a line for every shape; gives the number of those that failed."""
+def run_checks(gpu: Gpu, only: str) -> int:
+    """Print a line for every shape whose text has `only`; gives the number of those that failed."""
     failures = 0
     for call, widths, starts in CHECKS:
+        if only not in describe(call):
+            continue
         wrong = [
             f"start {start}: {line}"
             for start in starts
@@ -259,6 +274,8 @@ def run_checks(gpu: Gpu) -> int:
         ]
         failures += report(f"{describe(call)}, {len(starts)} positions", wrong)
     for call, start, count in WIDE:
+        if only not in describe(call):
+            continue
         wrong = check_wide(gpu, call, start, count)
         failures += report(f"{describe(call)} start {start}, {count} rows", wrong)
     show(f"{failures} checks failed" if failures else "all checks passed")
@@ -271,19 +288,19 @@ def report(text: str, wrong: list[str]) -> bool:
     return bool(wrong)
 
 
-def checked_kernels() -> list[KernelLaunch]:
+def checked_kernels(only: str) -> list[KernelLaunch]:
     """All of --check."""
-    found = [
-        t for c, widths, _ in CHECKS for n in widths for t in tactics(replace(c, num_tokens=n))
-    ]
-    found += [simple_tactic(call) for call, _, _ in CHECKS]
-    found += [tactic for call, _, _ in WIDE for tactic in tactics(call)]
+    checks = [(call, widths) for call, widths, _ in CHECKS if only in describe(call)]
+    found = [t for c, widths in checks for n in widths for t in tactics(replace(c, num_tokens=n))]
+    found += [simple_tactic(call) for call, _ in checks]
+    found += [t for call, _, _ in WIDE if only in describe(call) for t in tactics(call)]
     return [kernel for tactic in found for kernel in tactic.kernels]
 
 
-def timed_kernels() -> list[KernelLaunch]:
+def timed_kernels(only: str) -> list[KernelLaunch]:
     """All of --time."""
-    return [kernel for row in ROWS for tactic in tactics(row.call) for kernel in tactic.kernels]
+    calls = [row.call for row in ROWS if only in describe(row.call)]
+    return [k for call in calls for tactic in timed_tactics(call) for k in tactic.kernels]
 
 
 def compile_all(folder: Path, kernels: Iterable[KernelLaunch]) -> None:
@@ -295,14 +312,16 @@ def compile_all(folder: Path, kernels: Iterable[KernelLaunch]) -> None:
     show(f"{count} cubins in {folder}")
 
 
-def run_times(gpu: Gpu) -> None:
-    """Print a line for every row, with all tactics."""
+def run_times(gpu: Gpu, only: str) -> None:
+    """Print a line for every row whose text has `only`, with all tactics."""
     for row in ROWS:
         call = row.call
-        times = {tactic.name: time_tactic(gpu, row, tactic) for tactic in tactics(call)}
+        if only not in describe(call):
+            continue
+        times = {tactic.name: time_tactic(gpu, row, tactic) for tactic in timed_tactics(call)}
         keys = min(row.context, call.window + call.num_tokens - 1) if call.window else row.context
         floor = 1e6 * 4 * keys * call.num_kv_heads * call.head_dim / BANDWIDTH
-        best = min(times.values())
+        best = min(times[tactic.name] for tactic in tactics(call))
         verdict = "goal" if best <= row.goal else "must" if best <= row.must else "MISSED"
         every = ", ".join(f"{name} {us:.2f}" for name, us in times.items())
         show(
@@ -317,18 +336,19 @@ def main() -> int:
     parser.add_argument("--cubins", type=Path, default=Path("build/cubins"), help="folder of code")
     parser.add_argument("--compile", action="store_true", help="compile all")
     parser.add_argument("--check", action="store_true", help="compare with float64")
+    parser.add_argument("--only", default="", help="text of the shapes to take")
     parser.add_argument("--time", action="store_true", help="time the wanted rows")
     options = parser.parse_args()
     if options.check or options.compile:
-        compile_all(options.cubins, checked_kernels())
+        compile_all(options.cubins, checked_kernels(options.only))
     if options.time or options.compile:
-        compile_all(options.cubins, timed_kernels())
+        compile_all(options.cubins, timed_kernels(options.only))
     if options.compile:
         return 0
     gpu = Gpu(options.cubins)
-    failures = run_checks(gpu) if options.check else 0
+    failures = run_checks(gpu, options.only) if options.check else 0
     if options.time:
-        run_times(gpu)
+        run_times(gpu, options.only)
     return min(failures, 1)
 
 

@@ -2,12 +2,15 @@
 
     python perf/kernels/round_gpu.py
 
-prints what a round takes beside its steps: us a round, from one graph of many.
+prints what a round takes, with kernels that do nothing for its steps: us a round, from one graph of
+many.
 """
 
 import ctypes
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,23 +24,28 @@ _REPEATS = 200
 
 
 def capture(
-    device: Any, code: Any, at: Mapping[str, int], *, repeats: int = 1, pdl: bool = True
-) -> Any:
-    """A graph of rounds whose drafts and drawn tokens are what memory holds.
+    device: Any, code: Sequence[Any], at: Mapping[str, int], *, repeats: int = 1, pdl: bool = True
+) -> tuple[Any, Any]:
+    """A graph of rounds whose drafts and drawn tokens are what memory holds, and its builder.
 
     Args:
         device: of cuda.core.
-        code: module of the kernels.
+        code: modules of the kernels, and of what stands where an engine has its steps.
         at: addresses of state, drafts, confidences (0 for none), drawn, tokens, num_tokens,
             position, ring (0 for none) and error.
         repeats: rounds of the graph.
-        pdl: whether kernels in conditional nodes carry programmatic edges, as in an engine.
+        pdl: whether kernels in bodies may start beside the step, as in an engine.
     """
     from cuda.core import LaunchConfig, launch
 
+    rounds, steps = code
+
     def add(builder: Any, entry: str, *params: Any, pdl: bool = pdl) -> None:
         config = LaunchConfig(grid=1, block=32, programmatic_stream_serialization=pdl)
-        launch(builder, config, code.get_kernel(entry), *params)
+        launch(builder, config, rounds.get_kernel(entry), *params)
+
+    def add_step(builder: Any) -> None:
+        launch(builder, LaunchConfig(grid=1, block=32), steps.get_kernel("step"))
 
     builder = device.create_graph_builder().begin_building()
     for _ in range(repeats):
@@ -47,6 +55,7 @@ def capture(
         names = ("state", "num_tokens", "position", "ring", "error")
         add(builder, "begin_round", *(at[name] for name in names), *handles, pdl=False)
         body = builder.if_then(draft).begin_building()
+        add_step(body)
         add(
             body, "choose_width", at["state"], at["drafts"], at["confidences"],
             ctypes.c_int(MAX_DRAFTS), at["tokens"], at["num_tokens"], handles[1],
@@ -54,19 +63,22 @@ def capture(
         body.end_building()
         for case in builder.switch(width, len(STEPS)):
             case.begin_building()
+            add_step(case)
             names = ("state", "drawn", "tokens", "position", "ring", "error")
             add(case, "commit_round", *(at[name] for name in names))
             case.end_building()
-    return builder.end_building().complete()
+    return builder.end_building().complete(), builder
 
 
-def load(device: Any) -> Any:
-    """The kernels, compiled for a device."""
+@cache
+def load(device: Any) -> list[Any]:
+    """The kernels, compiled for a device; see `capture`."""
     from cuda.core import ObjectCode
 
     capability = device.compute_capability
     target = f"sm_{capability.major}{capability.minor}a"
-    return ObjectCode.from_cubin(compile_cubin(PLUGIN_FOLDER / "round/round.cu", (), target))
+    sources = (PLUGIN_FOLDER / "round/round.cu", Path(__file__).with_name("graph_probe.cu"))
+    return [ObjectCode.from_cubin(compile_cubin(source, (), target)) for source in sources]
 
 
 class GpuRounds(RoundMemory):
@@ -86,7 +98,7 @@ class GpuRounds(RoundMemory):
         at |= {"drafts": self._drafts.ctypes.data, "drawn": self._drawn.ctypes.data}
         at["confidences"] = self._confidences.ctypes.data if has_confidences else 0
         self._stream = device.create_stream()
-        self._graph = capture(device, load(device), at)
+        self._graph, self._builder = capture(device, load(device), at)
 
     def run_round(
         self,
@@ -119,7 +131,9 @@ def pinned(size: int) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(int(address)))
 
 
-def _time(device: Any, code: Any, rounds: RoundMemory, *, pdl: bool) -> tuple[float, int, int]:
+def _time(
+    device: Any, code: Sequence[Any], rounds: RoundMemory, *, pdl: bool
+) -> tuple[float, int, int]:
     """Microseconds of a round, and width and drafts of the last; only the ring is on the host."""
     from cuda.bindings import driver
     from cuda.core import EventOptions
@@ -137,7 +151,7 @@ def _time(device: Any, code: Any, rounds: RoundMemory, *, pdl: bool) -> tuple[fl
         status, address = driver.cuMemAlloc(values.nbytes)
         assert not status, status
         at[name] = int(address)
-    graph = capture(device, code, at, repeats=_REPEATS, pdl=pdl)
+    graph, _builder = capture(device, code, at, repeats=_REPEATS, pdl=pdl)
     stream, times = device.create_stream(), []
     for _ in range(7):
         for name, values in content.items():

@@ -13,6 +13,7 @@ from inkrt.plugins.attention_sm90.tactics import (
     splits,
     tile_tactic,
 )
+from inkrt.plugins.attention_sm90.window import fits_window_kernel, window_tactics
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.tactic import GPU_TARGETS, HOPPER, CallArgs, Tactic, tensor_arg
 
@@ -44,13 +45,10 @@ def relative_attention_tactics(target: str, args: CallArgs) -> list[Tactic]:
     )
     if has_tiles and call.num_tokens > MAX_VERIFY_TOKENS:
         return [tile_tactic(call)]
-    is_fast = (
-        has_tiles
-        and relative.is_gated
-        and target == HOPPER
-        and call.num_tokens <= MAX_VERIFY_TOKENS
-        and call.heads_per_kv <= MAX_HEADS_PER_KV
-    )
+    is_narrow = has_tiles and relative.is_gated and call.num_tokens <= MAX_VERIFY_TOKENS
+    if is_narrow and fits_window_kernel(call):
+        return window_tactics(call)
+    is_fast = is_narrow and target == HOPPER and call.heads_per_kv <= MAX_HEADS_PER_KV
     return (
         [fast_tactic(call, split) for split in splits(call)] if is_fast else [simple_tactic(call)]
     )

@@ -13,7 +13,7 @@ struct Source {
 // All lanes call `begin`, then, for each stage in order, `wait`, use what it gives, and `request`,
 // which fills the same place with the stage COUNT later. Work: `source(n)` is where stage n comes
 // from; lane l finds that of every 32nd stage from l on, all lanes at once, so that a request is a
-// few instructions. MANY: of more than 32 stages. BULK: all stages come by bulk copies, which the
+// few instructions. MANY: of more than 32 requests. BULK: all stages come by bulk copies, which the
 // lane asks for that knows the stage; else only the first ones do, as for cp.async every lane must
 // ask, which takes longer.
 template <int COUNT, int BYTES, bool BULK, bool MANY, class Work>

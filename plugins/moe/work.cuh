@@ -51,11 +51,11 @@ constexpr int MOST_PART = DOWN_VECTORS < PART ? DOWN_VECTORS : PART;
 constexpr int UNIT_STAGES = (MOST_PART + STAGE_VECTORS - 1) / STAGE_VECTORS;
 constexpr bool SHORT_SLICES = GATE_VECTORS % SLICE != 0;
 constexpr bool SHORT_UNITS = DOWN_VECTORS % MOST_PART != 0 || MOST_PART % STAGE_VECTORS != 0;
-// Whether a warp can have more than 32 of them.
+// Whether a warp can ask for more than 32 of them, up to STAGES behind the last one among them.
 constexpr int MOST_UNITS = (MOST_ROW_TILES * MOST_EXPERTS * PARTS + WARPS - 1) / WARPS;
 constexpr bool MANY_STAGES =
     HAS_OWN || (MOST_TILES + TILES_AT_ONCE - 1) / TILES_AT_ONCE * SLICE_STAGES +
-                       MOST_UNITS * UNIT_STAGES > 32;
+                       MOST_UNITS * UNIT_STAGES + STAGES > 32;
 
 INK_DEVICE int part_vectors(int part) { return min(PART, DOWN_VECTORS - part * PART); }
 

@@ -11,7 +11,7 @@
 //   SWITCH(width)  the plan of a row step, the ratio test if `rule` asks for it, then
 //                  commit_round(RoundState*, const int* drawn, int* tokens, int* position,
 //                               RoundRecord* ring, const int* error)
-// `ring` is null on ranks above 0, `confidences` where the drafter has none. Both handles are
+// `ring` may be null, `confidences` is where the drafter has none. Both handles are
 // assigned a default at each launch: 0 to `draft`, a value above all cases to `width`. The first
 // kernel needs no programmatic edge; the others may have one.
 #ifndef INK_ROUND_STATE_CUH
@@ -61,7 +61,7 @@ struct RoundState {
   double seconds[kMaxDrafts + 1];  // POLICY_COST: the row of `rounds` for the round's context
 };
 
-// In pinned host memory, a ring by round number; rank 0 writes it.
+// In pinned host memory, a ring by round number; every rank has one, the host reads rank 0's.
 struct RoundRecord {
   int num_tokens, tokens[kMaxDrafts + 1];  // accepted drafts and one more; none unless STATUS_OK
   int drafted, proposed, accepted, status;

@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from inkrt.plugins import mxfp8, nvfp4
 from inkrt.plugins.moe.packing import VECTOR_BYTES, pack_mxfp8_vectors, pack_nvfp4_vectors
 from inkrt.plugins.tactic import (
-    InputPointer,
     Int32,
     KernelLaunch,
     Packing,
@@ -26,20 +25,17 @@ from inkrt.plugins.tactic import (
 )
 from inkrt.plugins.w4a16.launches import Names, launch, params_of, trigger
 from inkrt.plugins.w4a16.packing import bf16_packing, padded_rows, padded_width
-from inkrt.plugins.w4a16.ring_tactics import RING_BYTES, split_of
+from inkrt.plugins.w4a16.ring_tactics import RING_BYTES, padded_inputs, split_of, wide_rows
 from inkrt.plugins.w4a16.shapes import (
     LARGE_BLOCK,
     MAX_TOKENS,
     MULTIPROCESSORS,
-    Dims,
     check_smem,
     check_tokens,
     partial_bytes,
     require,
     struct_bytes,
-    tiled_bytes,
 )
-from inkrt.plugins.w4a16.tile_tactics import Tile
 
 Form = Literal["nvfp4", "mxfp8"]
 
@@ -47,8 +43,6 @@ _FORMAT: dict[Form, int] = {"nvfp4": 0, "mxfp8": 2}  # of weights.cuh
 _BLOCK: dict[Form, int] = {"nvfp4": nvfp4.BLOCK, "mxfp8": mxfp8.BLOCK}
 _CODES_PER_BYTE: dict[Form, int] = {"nvfp4": 2, "mxfp8": 1}
 _MOST_STAGE_BYTES = 4096
-_DIMS = Dims(bf16=True)
-_WIDE = Tile(warp_tiles=2, token_tiles=4, stages=2)
 _UNPACK_WARPS = 8
 
 
@@ -267,21 +261,8 @@ def _stream(num_tokens: int, products: Products, ring: Ring) -> KernelLaunch:
 
 def _wide(num_tokens: int, products: Products) -> list[KernelLaunch]:
     """For each matrix its bf16 chunks, then the product; before them padded inputs."""
-    width, kernels = padded_width(products.width), list[KernelLaunch]()
-    inputs = list(products.inputs)
-    if width != products.width:
-        for number, x in enumerate(products.inputs):
-            inputs[number] = Scratch(f"x{number}", 2 * num_tokens * width)
-            kernels.append(
-                launch(
-                    "pad_rows",
-                    [("WIDTH", products.width), ("PADDED", width)],
-                    blocks=num_tokens,
-                    threads=128,
-                    smem=0,
-                    params=(x, inputs[number]),
-                )
-            )
+    width = padded_width(products.width)
+    inputs, kernels = padded_inputs(num_tokens, products.width, products.inputs)
     most = max(matrix.tiles for matrix in products.matrices if not matrix.is_plain)
     chunks = Scratch("chunks", most * 16 * width * 2)
     for matrix in products.matrices:
@@ -301,31 +282,20 @@ def _wide(num_tokens: int, products: Products) -> list[KernelLaunch]:
             weight = chunks
         names: Names = {
             "x": inputs[matrix.input], "weights": weight, "scale": matrix.scale or weight,
-            "y": matrix.output, "num_tokens": InputPointer("num_tokens"),
+            "y": matrix.output,
         }  # fmt: skip
-        kernels.append(_tiles(num_tokens, matrix, width, products.is_float, names))
+        kernels.append(
+            wide_rows(
+                num_tokens,
+                matrix.rows,
+                width,
+                names,
+                is_float=products.is_float,
+                is_made=not matrix.is_plain,
+                is_scaled=matrix.scale is not None,
+            )
+        )
     return kernels
-
-
-def _tiles(
-    num_tokens: int, matrix: Matrix, width: int, is_float: bool, names: Names
-) -> KernelLaunch:
-    blocks = -(-num_tokens // _WIDE.tokens)
-    smem = tiled_bytes(
-        _DIMS, _WIDE.warp_tiles, _WIDE.token_tiles, _WIDE.stages, 0, row_major=False, lists=1
-    )
-    return launch(
-        "tile_scaled",
-        [
-            ("DIM_N", matrix.rows), ("DIM_K", width), ("FLOAT_RESULT", int(is_float)),
-            ("SCALED", int(matrix.scale is not None)), ("TOKEN_BLOCKS", blocks), *_WIDE.defines,
-            ("WEIGHTS", 1), ("TRIGGER", trigger(num_tokens)),
-        ],
-        blocks=blocks * -(-matrix.rows // _WIDE.rows),
-        threads=128,
-        smem=smem,
-        params=params_of("x weights scale y num_tokens", names, {}),
-    )  # fmt: skip
 
 
 def _listed(values: Iterable[int]) -> str:

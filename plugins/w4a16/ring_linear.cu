@@ -18,7 +18,7 @@
 //             `sample`
 //   RESULT 3  y float32 to all ranks at once, see push.cuh; y0 is a table of peers
 #include "choice.cuh"
-#include "w4a16.cuh"
+#include "row_tiles.cuh"
 #if RESULT == 3
 #include "all_reduce/push.cuh"
 static_assert(MATRICES == 1 && TRIGGER == 1, "see push.cuh");
@@ -30,28 +30,11 @@ static_assert(MATRICES == 1 && TRIGGER == 1, "see push.cuh");
 
 static_assert(WEIGHTS == 1, "bf16 weights");
 constexpr int THREADS = NUM_WARPS * 32;
-// Zeros pad a matrix to whole chunks.
-constexpr int VECTORS = (DIM_K + 255) / 256 * CHUNK_VECTORS, NV = VECTORS / NUM_WARPS;
 constexpr int TILE_BYTES = VECTORS * CODE_BYTES, STAGE_BYTES = STAGE_VECTORS * CODE_BYTES;
 constexpr int PARTS = NV / STAGE_VECTORS;  // stages of a warp's share of a tile
 constexpr int HEAD_WARPS = 4;              // that have outputs
-static_assert(VECTORS % NUM_WARPS == 0 && NV % STAGE_VECTORS == 0, "whole shares");
-static_assert(NUM_WARPS >= HEAD_WARPS && DIM_K % 8 == 0, "128 outputs of a tile, 16 bytes of x");
-
-// The number `i` of a list; no array, which would be looked up in memory.
-__device__ constexpr int pick(int) { return 0; }
-template <class... REST>
-__device__ constexpr int pick(int i, int first, REST... rest) {
-  return i == 0 ? first : pick(i - 1, rest...);
-}
-__device__ constexpr int rows_of(int matrix) { return pick(matrix, ROWS); }
-__device__ constexpr int input_of(int matrix) { return pick(matrix, INPUT_OF); }
-__device__ constexpr int first_tile(int matrix) {
-  int tile = 0;
-  for (int m = 0; m < matrix; m++) tile += (rows_of(m) + 15) / 16;
-  return tile;
-}
-constexpr int NUM_TILES = first_tile(MATRICES);
+static_assert(NV % STAGE_VECTORS == 0, "whole stages");
+static_assert(NUM_WARPS >= HEAD_WARPS, "128 outputs of a tile");
 
 struct Shared {
   alignas(128) u8 ring[NUM_WARPS * STAGES * STAGE_BYTES];
@@ -87,22 +70,6 @@ INK_DEVICE Place place_of(const Pointers& p, int tile) {
   place.weights += (size_t)place.first * TILE_BYTES;
   place.first *= 16;
   return place;
-}
-
-// B operands of the warp's vectors; zeros for rows at T and above, and behind the width.
-INK_DEVICE void load_rows(Activations<NV>& b, const bf16* x, int first, int lane, int T) {
-  const int g = lane >> 2;
-#if DIM_K % 256 == 0
-  load_tokens<NV>(b, g < T ? x + (size_t)g * DIM_K : nullptr, first, lane);
-#else
-#pragma unroll
-  for (int i = 0; i < NV; i++) {
-    const int k = (first + i) * VECTOR_K + (lane & 3) * 16;
-    const bf16* p = x + (size_t)g * DIM_K + k;
-    b.v[i].lo = g < T && k < DIM_K ? load_act16(p) : make_uint4(0, 0, 0, 0);
-    b.v[i].hi = g < T && k + 8 < DIM_K ? load_act16(p + 8) : make_uint4(0, 0, 0, 0);
-  }
-#endif
 }
 
 // A warp's stages. All lanes call everything in the same order.

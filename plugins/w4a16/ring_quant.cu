@@ -13,35 +13,21 @@
 // share; no bf16: PLAIN_VECTORS 0), STAGES, AHEAD (stages behind them that the L2 is asked for
 // before the wait), FLOAT_RESULT.
 #include "moe/weights.cuh"
+#include "row_tiles.cuh"
 
 static_assert(FORMAT != FORMAT_BF16, "that is ring_linear.cu");
 constexpr int PLAIN_BYTES = 2048;  // of a bf16 vector
-constexpr int VECTORS = (DIM_K + 255) / 256 * CHUNK_VECTORS, NV = VECTORS / NUM_WARPS;
 constexpr int STAGE_BYTES = STAGE_VECTORS * VECTOR_BYTES;
 constexpr int PLAIN_STAGE_BYTES = PLAIN_VECTORS * PLAIN_BYTES;
 constexpr int SLOT_BYTES = STAGE_BYTES > PLAIN_STAGE_BYTES ? STAGE_BYTES : PLAIN_STAGE_BYTES;
 // Stages of a warp's share of a tile.
 constexpr int PARTS = NV / STAGE_VECTORS;
 constexpr int PLAIN_PARTS = PLAIN_VECTORS ? NV / (PLAIN_VECTORS ? PLAIN_VECTORS : 1) : 0;
-static_assert(VECTORS % NUM_WARPS == 0 && PARTS * STAGE_VECTORS == NV, "whole shares");
+static_assert(PARTS * STAGE_VECTORS == NV, "whole shares");
 static_assert(PLAIN_PARTS * PLAIN_VECTORS == (PLAIN_VECTORS ? NV : 0), "whole shares");
-static_assert(NUM_WARPS >= 4 && DIM_K % 8 == 0, "128 outputs of a tile, 16 bytes of x");
+static_assert(NUM_WARPS >= 4, "128 outputs of a tile");
 
-// The number `i` of a list; no array, which would be looked up in memory.
-__device__ constexpr int pick(int) { return 0; }
-template <class... REST>
-__device__ constexpr int pick(int i, int first, REST... rest) {
-  return i == 0 ? first : pick(i - 1, rest...);
-}
-__device__ constexpr int rows_of(int matrix) { return pick(matrix, ROWS); }
-__device__ constexpr int input_of(int matrix) { return pick(matrix, INPUT_OF); }
 __device__ constexpr bool is_plain(int matrix) { return PLAIN_VECTORS && pick(matrix, IS_PLAIN); }
-__device__ constexpr int first_tile(int matrix) {
-  int tile = 0;
-  for (int m = 0; m < matrix; m++) tile += (rows_of(m) + 15) / 16;
-  return tile;
-}
-constexpr int NUM_TILES = first_tile(MATRICES);
 constexpr int REST_TILES = NUM_TILES % BLOCKS, FULL_TILES = NUM_TILES - REST_TILES;
 
 // The block's tile behind `tile`; NUM_TILES or more: none. The last REST_TILES blocks share what is
@@ -89,22 +75,6 @@ INK_DEVICE Place place_of(const Pointers& p, int tile) {
 INK_DEVICE float unit_of(const Place& place) {
   if (place.plain) return 1.f;
   return FORMAT == FORMAT_NVFP4 ? load_weight_float(place.scale) * UNIT : UNIT;
-}
-
-// B operands of the warp's vectors; zeros for rows at T and above, and behind the width.
-INK_DEVICE void load_rows(Activations<NV>& b, const bf16* x, int first, int lane, int T) {
-  const int g = lane >> 2;
-#if DIM_K % 256 == 0
-  load_tokens<NV>(b, g < T ? x + (size_t)g * DIM_K : nullptr, first, lane);
-#else
-#pragma unroll
-  for (int i = 0; i < NV; i++) {
-    const int k = (first + i) * VECTOR_K + (lane & 3) * 16;
-    const bf16* p = x + (size_t)g * DIM_K + k;
-    b.v[i].lo = g < T && k < DIM_K ? load_act16(p) : make_uint4(0, 0, 0, 0);
-    b.v[i].hi = g < T && k + 8 < DIM_K ? load_act16(p + 8) : make_uint4(0, 0, 0, 0);
-  }
-#endif
 }
 
 // Walks over the stages of a warp's shares of the block's tiles.

@@ -273,21 +273,7 @@ def _wide(num_tokens: int, group: Group, weight: str) -> Tactic:
         "tile_rows",
         f"width={group.width}, expected a multiple of 8 up to {MAX_WIDTH}",
     )
-    kernels: list[KernelLaunch] = []
-    inputs = list(group.inputs)
-    if width != group.width:
-        for number, x in enumerate(group.inputs):
-            inputs[number] = Scratch(f"x{number}", 2 * num_tokens * width)
-            kernels.append(
-                launch(
-                    "pad_rows",
-                    [("WIDTH", group.width), ("PADDED", width)],
-                    blocks=num_tokens,
-                    threads=128,
-                    smem=0,
-                    params=(x, inputs[number]),
-                )
-            )
+    inputs, kernels = padded_inputs(num_tokens, group.width, group.inputs)
     for rows, index, codes, y in zip(
         group.rows, group.input_of, group.weights, group.outputs, strict=True
     ):
@@ -296,14 +282,50 @@ def _wide(num_tokens: int, group: Group, weight: str) -> Tactic:
             tactic = tile_tactics.linear(_DIMS, num_tokens, rows=rows, width=width, names=names)
             kernels += tactic.kernels
         else:
-            kernels.append(_wide_rows(num_tokens, rows, width, group.is_float, names))
+            names = {"x": inputs[index], "weights": codes, "scale": codes, "y": y}
+            kernels.append(wide_rows(num_tokens, rows, width, names, is_float=group.is_float))
     return _tactic("tile_group", num_tokens, group, tuple(kernels), weight)
 
 
-def _wide_rows(
-    num_tokens: int, rows: int, width: int, is_float: bool, names: Names
-) -> KernelLaunch:
-    """One product of what tile_linear.cu cannot write, see tile_rows.cu."""
+def padded_inputs(
+    num_tokens: int, width: int, inputs: Sequence[Param]
+) -> tuple[list[Param], list[KernelLaunch]]:
+    """Inputs of a wide step with whole chunks of columns, and the kernels that make them."""
+    padded = padded_width(width)
+    if padded == width:
+        return list(inputs), []
+    wide: list[Param] = []
+    kernels = []
+    for number, x in enumerate(inputs):
+        wide.append(Scratch(f"x{number}", 2 * num_tokens * padded))
+        kernels.append(
+            launch(
+                "pad_rows",
+                [("WIDTH", width), ("PADDED", padded)],
+                blocks=num_tokens,
+                threads=128,
+                smem=0,
+                params=(x, wide[number]),
+            )
+        )
+    return wide, kernels
+
+
+def wide_rows(
+    num_tokens: int, rows: int, width: int, names: Names, *, is_float: bool,
+    is_made: bool = False, is_scaled: bool = False,
+) -> KernelLaunch:  # fmt: skip
+    """One product of a wide step with any number of rows, see tile_rows.cu.
+
+    Args:
+        num_tokens: T.
+        rows: of the matrix.
+        width: K, a multiple of 256.
+        names: what "x", "weights", "scale" and "y" are; any pointer for a scale that is not read.
+        is_float: whether the result is float32, not bf16.
+        is_made: whether a kernel before makes the matrix.
+        is_scaled: whether the result is multiplied by the scale.
+    """
     blocks = -(-num_tokens // _WIDE.tokens)
     smem = tiled_bytes(
         _DIMS, _WIDE.warp_tiles, _WIDE.token_tiles, _WIDE.stages, 0, row_major=False, lists=1
@@ -312,12 +334,15 @@ def _wide_rows(
         "tile_rows",
         [
             ("DIM_N", rows), ("DIM_K", width), ("FLOAT_RESULT", int(is_float)),
-            ("TOKEN_BLOCKS", blocks), *_WIDE.defines, *variant(_DIMS, num_tokens),
+            ("SCALED", int(is_scaled)), ("IS_MADE", int(is_made)), ("TOKEN_BLOCKS", blocks),
+            *_WIDE.defines, *variant(_DIMS, num_tokens),
         ],
         blocks=blocks * -(-rows // _WIDE.rows),
         threads=128,
         smem=smem,
-        params=params_of("x codes y num_tokens", names, {"num_tokens": InputPointer("num_tokens")}),
+        params=params_of(
+            "x weights scale y num_tokens", names, {"num_tokens": InputPointer("num_tokens")}
+        ),
     )  # fmt: skip
 
 

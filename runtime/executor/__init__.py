@@ -18,6 +18,7 @@ from inkrt.runtime.rebuild import rebuild_with
 
 if TYPE_CHECKING:
     from inkrt.runtime.executor.peers import RankSlice
+    from inkrt.runtime.executor.round_queue import RoundQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,14 @@ class StepOutput:
 
 class Executor(Protocol):
     """Runs the steps of one engine: one call at a time, from any thread."""
+
+    @property
+    def rounds(self) -> "RoundQueue | None":
+        """Rounds of speculation that the device runs by itself; None where it cannot.
+
+        Calls of it are calls of the executor. A round writes the state of the positions that it is
+        given, and so may the round that runs ahead of it.
+        """
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run a step; writes the state of its positions and reads state at or below them.

@@ -96,6 +96,10 @@ class CpuExecutor:
         confidences = outputs["confidences"].numpy().copy() if "confidences" in outputs else None
         return StepOutput(tokens, logits, confidences)
 
+    @property
+    def rounds(self) -> None:
+        """The host runs all rounds."""
+
     def decode(self, step_input: StepInput, num_ahead: int) -> int:  # noqa: ARG002
         """Run the decode step on one token; none runs ahead."""
         return int(self.run("decode", step_input, wants_logits=False).tokens[0])

@@ -4,13 +4,14 @@ Each step is one graph a rank, whose kernels may start before their predecessors
 edges). Positions, lengths and tokens are read from device memory, so a graph is captured once and
 replayed. Ranks exchange data inside of kernels (`plugins/all_reduce/lamport.cuh`), so all that the
 host does is to launch them at about the same time; all ranks draw the same tokens, and those of
-the first are read. What one GPU holds and launches is `cuda_rank.CudaRank`.
+the first are read. What one GPU holds and launches is `cuda_rank.CudaRank`; `cuda_rounds` has
+rounds of speculation, which run by themselves.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +27,17 @@ from inkrt.runtime.executor.cuda_device import (
 )
 from inkrt.runtime.executor.cuda_memory import DeviceMemory
 from inkrt.runtime.executor.cuda_rank import RING_SIZE, CudaRank
+from inkrt.runtime.executor.cuda_rounds import CudaRounds, RankRounds
 from inkrt.runtime.executor.decode_queue import DecodeQueue
 from inkrt.runtime.executor.peers import Mailbox, RankSlice, looped_back
 from inkrt.runtime.executor.rank_threads import RankThreads
+from inkrt.runtime.executor.round_queue import DeviceRule, RoundInput, RoundQueue
 from inkrt.runtime.plan import Plan
 
 NO_TOKEN = 0xFFFFFFFF
 # Longest that a decode step may take, in seconds, some thousand times what it does.
 TOKEN_S = 20.0
+ROUND_RULES: frozenset[DeviceRule] = frozenset(get_args(DeviceRule))
 T = TypeVar("T")
 
 
@@ -43,6 +47,8 @@ class CudaExecutor:
     Attributes:
         ranks: what every GPU holds.
         rank_slice: the one rank that runs, alone and for times only; None if all do.
+        rounds: of speculation, which the GPUs run by themselves; None without a drafter, and of a
+            slice.
 
     Args:
         folder: of the engine.
@@ -57,6 +63,8 @@ class CudaExecutor:
         CapacityError: from the constructor, if the engine does not fit into free memory.
         EngineFormatError: from the constructor, if plans or weights are damaged.
     """
+
+    rounds: RoundQueue | None = None
 
     def __init__(
         self,
@@ -91,6 +99,9 @@ class CudaExecutor:
             self._threads.close()
             raise
         self._queue = DecodeQueue(self)
+        if self.ranks[0].rounds is not None and rank_slice is None:
+            rules = ROUND_RULES if self.ranks[0].ratio_tests else ROUND_RULES - {"probabilistic"}
+            self.rounds = RoundQueue(CudaRounds(self), rules)
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run one step and wait for it."""
@@ -138,6 +149,27 @@ class CudaExecutor:
             self.require_sound()
             raise DeviceError(f"the GPU has drawn no token for position {position}")
         return token
+
+    def begin_rounds(self, given: RoundInput) -> None:
+        """See `round_queue.RoundDevice`; on a slice for times only."""
+        self._enter()
+        self._forget_queued()
+        first = self.ranks[0].rounds
+        assert first is not None, "the engine has no rounds"
+        has_test = given.settings.rule == "probabilistic"
+        if not first.is_prepared(has_test=has_test):
+            # On all ranks before any begins: kernels wait for other ranks for seconds only.
+            self._threads.run(
+                lambda index: self._rounds_of(index).prepare(has_test=has_test), is_patient=True
+            )
+        block = self._encode(given.step, wants_logits=has_test)
+        state = first.encode(given)
+        self.on_rounds(lambda rounds: rounds.begin(block, state))
+
+    def on_rounds(self, function: Callable[[RankRounds], None]) -> None:
+        """Call a function of the rounds of each rank, in their threads; waits for rank 0 only."""
+        self._enter()
+        self._threads.post(lambda index: function(self._rounds_of(index)))
 
     def copy_slot(self, source: int, target: int) -> None:
         """Copy all ring buffers of a slot."""
@@ -232,6 +264,11 @@ class CudaExecutor:
             return own
         return looped_back(own[0], self.rank_slice, self.memory.slot_bytes)
 
+    def _rounds_of(self, index: int) -> RankRounds:
+        rounds = self.ranks[index].rounds
+        assert rounds is not None, "the engine has no rounds"
+        return rounds
+
     def _enter(self) -> None:
         """Make the first rank's context current in the calling thread; the others have theirs."""
         self.ranks[0].enter()
@@ -240,6 +277,18 @@ class CudaExecutor:
         self, step_input: StepInput, step: str | None = None, *, wants_logits: bool = False
     ) -> None:
         """Set the inputs on all ranks, and queue a step."""
+        self._forget_queued()
+        block = self._encode(step_input, wants_logits=wants_logits)
+
+        def start(index: int) -> None:
+            self.ranks[index].send_inputs(block)
+            if step is not None:
+                self.ranks[index].launch(step)
+
+        self._threads.post(start)
+
+    def _encode(self, step_input: StepInput, *, wants_logits: bool = False) -> NDArray[np.uint8]:
+        """The block of step inputs; what is in it may change afterwards."""
         sampling = step_input.sampling
         values: dict[str, Any] = {
             "tokens": step_input.tokens,
@@ -255,15 +304,13 @@ class CudaExecutor:
             "is_coupled": [int(step_input.is_coupled)],
             "wants_logits": [int(wants_logits)],
         }
+        return self.ranks[0].encode_inputs(values)
+
+    def _forget_queued(self) -> None:
+        """Inputs or state are used otherwise than by what is queued."""
         self._queue.clear()
-        block = self.ranks[0].encode_inputs(values)
-
-        def start(index: int) -> None:
-            self.ranks[index].send_inputs(block)
-            if step is not None:
-                self.ranks[index].launch(step)
-
-        self._threads.post(start)
+        if self.rounds is not None:
+            self.rounds.clear()
 
     def _require_whole(self) -> None:
         if self.rank_slice is not None:
@@ -282,7 +329,7 @@ class CudaExecutor:
 
     def _copy(self, kind: str, source: int, target: int) -> None:
         self._enter()
-        self._queue.clear()
+        self._forget_queued()
         self._threads.run(lambda index: self.ranks[index].memory.copy_entries(kind, source, target))
 
     def _require_alive(self, slot: int, position: int, deadline: float) -> None:

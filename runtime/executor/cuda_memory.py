@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from inkrt.errors import CapacityError, DeviceError, EngineFormatError
 from inkrt.runtime.engine_file import EngineCode, EngineConfig, weight_files
 from inkrt.runtime.executor.peers import EMPTY_BYTE, Mailbox, inbox_size, peer_table
+from inkrt.runtime.executor.round_state import ROUND_STATE
 from inkrt.runtime.executor.weight_loader import (
     WeightChunk,
     WeightLoader,
@@ -23,6 +24,7 @@ from inkrt.runtime.plan import (
     ADDRESS_BYTES,
     DTYPE_BYTES,
     PEER_WORDS,
+    ROUND_STATE_STORAGE,
     TURN_BYTES,
     Plan,
     TableParam,
@@ -34,6 +36,9 @@ from inkrt.runtime.plan import (
 )
 
 ALIGNMENT = 256
+# The kernels between the steps of a round, in engines that can run rounds by themselves.
+ROUND_CODE = "round"
+ROUND_REGION = "rounds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ class DeviceMemory:
         specs = weight_specs(code.plans)
         sizes |= {name: num_bytes(specs[name]) for name in code.template_of}
         _require_weights(folder, config, sizes, code.plans)
-        self._plan(sizes, code.plans)
+        self._plan(sizes, code)
         free, _ = self.check(driver.cuMemGetInfo())
         whose = f"rank {rank} of " if config.tp_size > 1 else ""
         require_free(self._arena.size, free, f"{whose}engine {folder}")
@@ -119,7 +124,7 @@ class DeviceMemory:
         self.inputs = self.base + regions["inputs"].offset
         self.error = self.base + regions["error"].offset
         try:
-            self._fill(code.plans)
+            self._fill(code.all_plans)
             self._write_tables(code.plans)
             self.load_rate = self._load(weights)
             self._fill_dummies(code)
@@ -132,6 +137,8 @@ class DeviceMemory:
         regions = self._arena.regions
         if spec.space == "scratch" and spec.name.startswith("error."):
             return self.error
+        if spec.storage == ROUND_STATE_STORAGE:
+            return self.base + regions[ROUND_REGION].offset
         if spec.space == "input":
             return self.inputs + self.input_offsets[spec.storage] + spec.offset
         name = {
@@ -219,17 +226,19 @@ class DeviceMemory:
         while self._pinned:
             self.check(self._driver.cuMemFreeHost(self._pinned.pop()))
 
-    def _plan(self, weight_sizes: dict[str, int], plans: dict[str, Plan]) -> None:
-        arena = self._arena
+    def _plan(self, weight_sizes: dict[str, int], code: EngineCode) -> None:
+        arena, plans = self._arena, code.plans
         for weight, size in weight_sizes.items():
             arena.add(f"weight/{weight}", size)
         for spec in self._config.state.buffers:
             size = math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
             arena.add(f"state/{spec.name}", size)
         arena.add("arena", max(plan.arena_bytes for plan in plans.values()))
-        for name, plan in plans.items():
+        for name, plan in code.all_plans.items():
             arena.add(f"scratch/{name}", plan.scratch_bytes)
         arena.add("error", 4)
+        if ROUND_CODE in code.cubins:
+            arena.add(ROUND_REGION, ROUND_STATE.itemsize)
         self.slot_bytes = slot_bytes(plans.values())
         if self.slot_bytes:
             num_ranks = self._config.tp_size

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from inkrt.errors import DeviceError
 from inkrt.runtime.code_check import require_code
-from inkrt.runtime.engine_file import EngineConfig, read_code
-from inkrt.runtime.executor.cuda_memory import DeviceMemory, num_bytes
+from inkrt.runtime.engine_file import DRAFT_STEP, EngineConfig, read_code
+from inkrt.runtime.executor import cuda_rounds
+from inkrt.runtime.executor.cuda_memory import ROUND_CODE, DeviceMemory, num_bytes
+from inkrt.runtime.executor.cuda_rounds import RankRounds
 from inkrt.runtime.executor.peers import Mailbox, describe_error
 from inkrt.runtime.plan import (
     IntParam,
@@ -39,10 +41,12 @@ class CudaRank:
         context: of the GPU; current in the threads that use it.
         stream: that all its work is in.
         plans: by step.
+        ratio_tests: plans of what judges drafts behind a step, by that step.
         modules: loaded code by name.
         memory: what is where on the device.
         graphs: of the steps, by name.
         ring: pinned words that `advance.cu` shows drawn tokens in.
+        rounds: of speculation, which run by themselves; None without a drafter.
 
     Raises:
         CapacityError: from the constructor, if the rank does not fit into free memory.
@@ -58,10 +62,12 @@ class CudaRank:
         self.stream = device.create_stream()
         code = read_code(folder, rank)
         require_code(folder, config, rank, code)
-        self.plans = code.plans
+        self.plans, self.ratio_tests = code.plans, code.ratio_tests
         self.modules = {name: ObjectCode.from_cubin(cubin) for name, cubin in code.cubins.items()}
         self.graphs: dict[str, Any] = {}
         self._loop: Any = None
+        self._vocab_size = config.model.vocab_size
+        self.rounds: RankRounds | None = None
         self.memory = DeviceMemory(driver, folder, config, code, self.stream.handle, rank)
         self.check = self.memory.check
         try:
@@ -80,6 +86,14 @@ class CudaRank:
         self.memory.connect(mailboxes)
         self.graphs = {name: self.capture(plan) for name, plan in self.plans.items()}
         self._loop = self.capture(self.plans["decode"], advances=True)
+        if cuda_rounds.ON_DEVICE and ROUND_CODE in self.modules and DRAFT_STEP in self.plans:
+            self.rounds = RankRounds(self, self._vocab_size)
+
+    @property
+    def round_graph(self) -> Any:
+        """The graph of a round."""
+        assert self.rounds is not None, "the engine has no rounds"
+        return self.rounds.graph
 
     def enter(self) -> None:
         """Make the context current in the calling thread; calls may come from several in turn."""
@@ -87,32 +101,75 @@ class CudaRank:
 
     def capture(self, plan: Plan, *, advances: bool = False, until: int | None = None) -> Any:
         """One graph of a plan's first launches, or all; with `advances`, it feeds itself."""
-        from cuda.core import LaunchConfig, launch
-
-        builder = self.device.create_graph_builder()
-        builder.begin_building()
-        for launch_of_plan in plan.launches[:until]:
-            for kernel in launch_of_plan.kernels:
-                params = [self.param(plan, param) for param in kernel.params]
-                self.add_kernel(builder, kernel, params, pdl=kernel.pdl)
+        builder = self.begin_graph()
+        self.add_plan(builder, plan, until=until)
         if advances:
             inputs, offsets = self.memory.inputs, self.memory.input_offsets
-            drawn = self.memory.address(plan.name, plan.tensors[plan.outputs["tokens"]])
-            config = LaunchConfig(grid=1, block=1, programmatic_stream_serialization=True)
-            launch(
-                builder,
-                config,
-                self.modules["advance"].get_kernel("advance"),
-                drawn,
+            params = (
+                self.memory.address(plan.name, plan.tensors[plan.outputs["tokens"]]),
                 inputs + offsets["tokens"],
                 inputs + offsets["position"],
                 self.ring.ctypes.data,
                 self.memory.error,
                 ctypes.c_int(RING_SIZE),
             )
+            self.add_control(builder, "advance", "advance", params, threads=1)
         graph = builder.end_building().complete()
         graph.upload(self.stream)
         return graph
+
+    def begin_graph(self) -> Any:
+        """The builder of a graph, in whichever thread calls."""
+        # Every thread has devices of its own in cuda.core, which ask for more than a context: the
+        # body of a conditional node gets its stream from that of the thread that builds it.
+        device = type(self.device)(self.device.device_id)
+        device.set_current()
+        builder = device.create_graph_builder()
+        builder.begin_building()
+        return builder
+
+    def add_plan(
+        self,
+        builder: Any,
+        plan: Plan,
+        *,
+        until: int | None = None,
+        is_first: bool = True,
+        pdl: bool = True,
+    ) -> None:
+        """Add a plan's first launches, or all, to a graph that is being built.
+
+        Args:
+            builder: of the graph.
+            plan: of a step, or of a ratio test.
+            until: number of its launches; None for all.
+            is_first: whether the graph has no kernel yet that the first could start beside.
+            pdl: whether kernels may start beside their predecessors at all.
+        """
+        for launch in plan.launches[:until]:
+            for kernel in launch.kernels:
+                params = [self.param(plan, param) for param in kernel.params]
+                self.add_kernel(builder, kernel, params, pdl=pdl and kernel.pdl and not is_first)
+                is_first = False
+
+    def add_control(
+        self, builder: Any, code: str, entry: str, params: Sequence[Any], *,
+        threads: int, pdl: bool = True,
+    ) -> None:  # fmt: skip
+        """Add a kernel of one block that belongs to the executor, not to a plan.
+
+        Args:
+            builder: of a graph.
+            code: name of the module that has the kernel.
+            entry: of the kernel.
+            params: what it is given.
+            threads: of the block.
+            pdl: whether it may start beside its predecessor, as which it waits by itself.
+        """
+        from cuda.core import LaunchConfig, launch
+
+        config = LaunchConfig(grid=1, block=threads, programmatic_stream_serialization=pdl)
+        launch(builder, config, self.modules[code].get_kernel(entry), *params)
 
     def add_kernel(self, builder: Any, kernel: Kernel, params: list[Any], *, pdl: bool) -> None:
         """Add a kernel to a graph that is being built."""
@@ -177,7 +234,7 @@ class CudaRank:
         if (start := self.memory.input_offsets.get("rank")) is not None:
             number = np.asarray([self.rank], self.input_dtype("rank")).view(np.uint8)
             self._inputs[start : start + number.size] = number
-        self._copy_to_device(self.memory.inputs, self._inputs)
+        self.copy_to_device(self.memory.inputs, self._inputs)
 
     def extend_pages(self, first: int, pages: Sequence[int]) -> None:
         """See `decode_queue.DecodeDevice`."""
@@ -186,7 +243,7 @@ class CudaRank:
         # No copy that may still be on its way reads these bytes: entries of a chain never change.
         staged = self._inputs[start : start + entries.nbytes]
         staged[:] = entries.view(np.uint8)
-        self._copy_to_device(self.memory.inputs + start, staged)
+        self.copy_to_device(self.memory.inputs + start, staged)
 
     def launch(self, step: str) -> None:
         """Queue a step."""
@@ -258,10 +315,10 @@ class CudaRank:
             self.enter()
             self.synchronize()
             self.graphs.clear()
-            self._loop = None
+            self._loop = self.rounds = None
             self.memory.close()
 
-    def _copy_to_device(self, address: int, staged: NDArray[np.uint8]) -> None:
+    def copy_to_device(self, address: int, staged: NDArray[Any]) -> None:
         """Copy pinned bytes; they must not change until the stream has got there."""
         self.check(
             self.driver.cuMemcpyHtoDAsync(

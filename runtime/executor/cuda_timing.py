@@ -20,11 +20,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from inkrt.errors import EngineMismatchError
+from inkrt.errors import DeviceError, EngineMismatchError
 from inkrt.runtime.executor import StepInput
 from inkrt.runtime.executor.cuda import CudaExecutor
 from inkrt.runtime.executor.cuda_memory import ALIGNMENT
 from inkrt.runtime.executor.cuda_rank import CudaRank
+from inkrt.runtime.executor.cuda_rounds import CudaRounds
+from inkrt.runtime.executor.round_queue import RoundInput, RoundRecord
+from inkrt.runtime.executor.round_state import RING_RECORDS, RoundStatus
 from inkrt.runtime.plan import LOOSE, KernelParam, Plan, TensorParam, slot_bytes
 
 # More than twice the L2 of an H200.
@@ -95,6 +98,31 @@ class Timer:
             return rank.capture(rank.plans[step], until=until)
 
         return self._slowest(self._of_ranks(graph), num_runs)
+
+    def rounds(self, given: RoundInput, num_runs: int) -> tuple[list[float], list[RoundRecord]]:
+        """GPU time in us of rounds one behind the other, and what each gave; see `step`.
+
+        Args:
+            given: the first of them; the others go on behind it.
+            num_runs: rounds.
+
+        Raises:
+            DeviceError: a kernel gave up, or a round had no token to give or no room to write.
+        """
+        executor = self._executor
+        device = CudaRounds(executor)
+        device.begin_rounds(given)
+        times: list[float] = []
+        records: list[RoundRecord] = []
+        while len(records) < num_runs:
+            count = min(num_runs - len(records), RING_RECORDS)
+            of_ranks = executor.on_ranks(lambda rank: self._replay(rank, rank.round_graph, count))  # noqa: B023 (runs at once)
+            times += [max(of_run) for of_run in zip(*of_ranks, strict=True)]
+            records += [device.await_record(len(records) + place) for place in range(count)]
+        for record in records:
+            if record.status is not RoundStatus.OK:
+                raise DeviceError(f"a round gave nothing: {record.status.name.lower()}")
+        return times, records
 
     def read(
         self, step: str, step_input: StepInput, until: int, tensors: Sequence[int]

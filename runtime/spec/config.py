@@ -174,10 +174,9 @@ class SpeculativeConfig:
                 f"measure them with: ink-bench engine {folder} --costs",
                 param="width",
             )
-        with_draft_step = method != "ngram"
-        return lambda: CostAware(
-            lambda context: table.round_costs(context, most, with_draft_step=with_draft_step)
-        )
+        costs = table.costs(most, with_draft_step=method != "ngram")
+        on_device = None if method == "ngram" else table.device_costs(most) or costs
+        return lambda: CostAware(costs, on_device=on_device)
 
 
 def _require_drafter(method: Method, config: EngineConfig) -> None:

@@ -7,7 +7,7 @@ be measured there. So a table names the engine and the device that it was measur
 
 import os
 import secrets
-from bisect import bisect_left
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from inkrt.errors import ConfigError, EngineFormatError
 from inkrt.runtime.engine_file import EngineConfig, plan_file
-from inkrt.runtime.spec.width import RoundCosts
+from inkrt.runtime.spec.width import CostsByContext, RoundCosts
 
 COSTS_NAME = "costs.json"
 
@@ -31,6 +31,9 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
         decode_s: of a plain step among others, by context.
         verify_s: by context, of a step that reads 1, 2, ... tokens and is waited for.
         draft_s: of the engine's draft step, by context; None without one.
+        round_s: by context, of rounds that the device runs by itself, one behind the other: a
+            plain step, then rounds that draft and verify 0, 1, 2, ... drafts; None where the host
+            runs all rounds, from the steps above.
     """
 
     engine: str
@@ -39,6 +42,7 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
     decode_s: tuple[float, ...]
     verify_s: tuple[tuple[float, ...], ...]
     draft_s: tuple[float, ...] | None
+    round_s: tuple[tuple[float, ...], ...] | None = None
 
     @classmethod
     def read(cls, folder: Path, config: EngineConfig) -> Self | None:
@@ -87,22 +91,36 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
         """The file's content."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
-    def round_costs(self, context: int, most: int, *, with_draft_step: bool) -> RoundCosts:
-        """Seconds of rounds with up to `most` drafts, at the nearest measured context from above.
+    def costs(self, most: int, *, with_draft_step: bool) -> CostsByContext:
+        """Costs of rounds with up to `most` drafts that the host runs.
 
         Args:
-            context: tokens in front of the round; behind the last measured one, that one's.
             most: below the number of tokens of the widest measured step.
             with_draft_step: whether the engine's draft step runs in each.
         """
-        place = min(bisect_left(self.contexts, context), len(self.contexts) - 1)
-        draft_s = 0.0
+        draft_s: Sequence[float] = [0.0] * len(self.contexts)
         if with_draft_step:
             assert self.draft_s is not None, "no draft step was measured"
-            draft_s = self.draft_s[place]
-        verify_s = self.verify_s[place][: most + 1]
-        assert len(verify_s) == most + 1, (len(verify_s), most)
-        return RoundCosts(self.decode_s[place], [draft_s + seconds for seconds in verify_s])
+            draft_s = self.draft_s
+        rows = [
+            [draft + seconds for seconds in row[: most + 1]]
+            for draft, row in zip(draft_s, self.verify_s, strict=True)
+        ]
+        return self._by_context(self.decode_s, rows, most)
+
+    def device_costs(self, most: int) -> CostsByContext | None:
+        """Costs of rounds with up to `most` drafts that the device runs; None if not measured."""
+        if self.round_s is None:
+            return None
+        plain = [row[0] for row in self.round_s]
+        return self._by_context(plain, [row[1 : most + 2] for row in self.round_s], most)
+
+    def _by_context(
+        self, plain: Sequence[float], rounds: Sequence[Sequence[float]], most: int
+    ) -> CostsByContext:
+        assert {len(row) for row in rounds} == {most + 1}, (rounds, most)
+        costs = [RoundCosts(*row) for row in zip(plain, rounds, strict=True)]
+        return CostsByContext(self.contexts, tuple(costs))
 
     def _lacking(self, config: EngineConfig) -> str | None:
         widths = len(self.verify_s[0])
@@ -110,6 +128,8 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
             return f"times of {widths} widths, not of {config.widest_verify}"
         if (self.draft_s is None) != (config.draft is None):
             return "times of a draft step are where there is none, or the other way round"
+        if self.round_s is not None and len(self.round_s[0]) != most_drafted(config) + 2:
+            return f"rounds of {len(self.round_s[0]) - 1} widths, not of {most_drafted(config) + 1}"
         return None
 
     def _problem(self) -> str | None:
@@ -117,6 +137,10 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
         columns = [self.decode_s, *zip(*self.verify_s, strict=False)]
         if self.draft_s is not None:
             columns.append(self.draft_s)
+        if self.round_s is not None:
+            if len({len(row) for row in self.round_s}) != 1:
+                return "rows of different lengths"
+            columns += zip(*self.round_s, strict=True)
         if not count or list(self.contexts) != sorted(set(self.contexts)):
             return "contexts do not rise"
         if self.contexts[0] < 0:
@@ -126,6 +150,11 @@ class CostTable(Struct, frozen=True, forbid_unknown_fields=True):
         if min(min(column) for column in columns) <= 0:
             return "times that are not above 0"
         return None
+
+
+def most_drafted(config: EngineConfig) -> int:
+    """Most drafts of a round with the engine's own drafter; 0 without one."""
+    return min(config.draft.block_size, config.widest_verify - 1) if config.draft else 0
 
 
 def engine_hash(config: EngineConfig) -> str:

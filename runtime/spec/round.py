@@ -34,11 +34,12 @@ from typing import Literal
 import numpy as np
 
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.executor.round_queue import RoundSettings
 from inkrt.runtime.logits import LogitsProcessor, draw_rows, require_choice
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec.accept import Verdict, accept_probabilistic
-from inkrt.runtime.spec.drafter import Drafter, Proposal
-from inkrt.runtime.spec.width import WidthPolicy
+from inkrt.runtime.spec.drafter import Drafter, EngineDrafter, Proposal
+from inkrt.runtime.spec.width import CostAware, WidthPolicy
 
 AcceptRule = Literal["coupled", "probabilistic"]
 
@@ -52,15 +53,21 @@ class Round:
             been read by a step yet.
         drafted: drafts that were read.
         proposed: drafts that there were, at least as many.
+        on_device: whether the device ran it by itself.
     """
 
     tokens: list[int]
     drafted: int = 0
     proposed: int = 0
+    on_device: bool = False
 
 
 class Speculator:
     """Rounds of one session.
+
+    The device runs them by itself where the executor offers that: with the engine's own drafter,
+    for requests whose logits nothing but temperature and filters changes. Else the host does, step
+    by step. What comes out is the same, but for how the device's draft of the ratio test rounds.
 
     Args:
         drafter: proposes tokens.
@@ -85,6 +92,7 @@ class Speculator:
         sampling: Sampling,
         most: int,
         processor: LogitsProcessor | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> Round:
         """Run one round.
 
@@ -94,19 +102,29 @@ class Speculator:
             sampling: of the request.
             most: tokens that the caller can use, at least 1.
             processor: of the request; with one, the rows are drawn here, not by the step.
+            stop_ids: tokens behind which the caller needs no more, so that none are run ahead.
 
         Raises:
             CapacityError: not even one token more fits.
             RequestError: the request bans every token that could come next.
         """
         assert session.length == len(tokens) - 1, (session.length, len(tokens))
+        is_coupled = self._rule == "coupled" or sampling.temperature == 0
+        settings = RoundSettings(
+            "coupled" if is_coupled else "probabilistic", self._policy, self._most, stop_ids
+        )
+        is_plain = processor is None and isinstance(self._drafter, EngineDrafter)
+        if is_plain and session.takes_rounds(settings):
+            record = session.round(tokens[-1], sampling, settings, most)
+            if isinstance(self._policy, CostAware) and record.learned is not None:
+                self._policy.state = record.learned
+            return Round(record.tokens, record.drafted, record.proposed, on_device=True)
         # The last row needs no draft of its own; its token is written in the next round.
         room = min(self._most, most - 1, session.num_writable(1 + self._most) - 1)
         num_plain = self._policy.skip(session.length) if room > 0 else 1
         if num_plain:
             num_more = min(num_plain, most) - 1
             return Round([_decode(session, tokens, sampling, processor, num_more)])
-        is_coupled = self._rule == "coupled" or sampling.temperature == 0
         proposal = self._drafter.draft(session, tokens, sampling, room, coupled=is_coupled)
         proposal = _generable(proposal.first(room), session.config.model.vocab_size)
         num_proposed = len(proposal.tokens)

@@ -26,6 +26,7 @@ class SpeculationStats:
             to its last token.
         emitted: tokens that rounds and plain steps gave; the one that reading the prompt gives is
             not among them.
+        on_device: steps, rounds and plain ones, that the device chose and judged by itself.
         cut: rounds whose last token to become output is a draft: the generation ended there.
         drafted_at: by place in the block, rounds that read a draft there.
         reached_at: those whose drafts before that place all became output, and which went on.
@@ -39,6 +40,7 @@ class SpeculationStats:
     accepted: int = 0
     emitted: int = 0
     cut: int = 0
+    on_device: int = 0
     drafted_at: list[int] = field(default_factory=list)
     reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -76,7 +78,15 @@ class SpeculationStats:
         at_least = [self.rounds, *self.accepted_at, 0]
         return [more - most for more, most in pairwise(at_least)]
 
-    def count(self, drafted: int, accepted: int, emitted: int, *, proposed: int = 0) -> None:
+    def count(
+        self,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        *,
+        proposed: int = 0,
+        on_device: bool = False,
+    ) -> None:
         """Add a step.
 
         Args:
@@ -85,11 +95,13 @@ class SpeculationStats:
             emitted: all tokens that reached the caller; as many as were accepted if the generation
                 ended with one of them, else one more.
             proposed: what the drafter had proposed, if that is more than `drafted`.
+            on_device: whether the device ran it by itself.
         """
         assert accepted <= emitted <= accepted + 1, (accepted, emitted)
         assert accepted <= drafted, (accepted, drafted)
         self.emitted += emitted
         self.proposed += max(proposed, drafted)
+        self.on_device += on_device
         if not drafted:
             self.plain_steps += 1
             return

@@ -11,6 +11,7 @@ What a policy has learned ends with its session: a request gives the same output
 before it.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -94,6 +95,46 @@ class RoundCosts:
     rounds: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True)
+class CostsByContext:
+    """Costs at some contexts; between them those of the next one count, behind the last its own.
+
+    Attributes:
+        contexts: tokens in front of a round, rising, at least one.
+        costs: as many.
+    """
+
+    contexts: tuple[int, ...]
+    costs: tuple[RoundCosts, ...]
+
+    def __call__(self, context: int) -> RoundCosts:
+        """Costs of a round with `context` tokens in front."""
+        return self.costs[min(bisect_left(self.contexts, context), len(self.contexts) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class CostState:
+    """What a `CostAware` has learned.
+
+    Attributes:
+        reached: by place in the block, weight of the drafts that were judged there.
+        accepted: that of those among them that were accepted.
+        num_rounds: rounds that were chosen.
+        num_plain: plain steps that are left of those that were decided on.
+        drafts_pay: whether they did when it was last asked.
+        last_width: of the last round.
+        unread: confidence of the draft that the last round stopped at, if it says something.
+    """
+
+    reached: tuple[float, ...]
+    accepted: tuple[float, ...]
+    num_rounds: int
+    num_plain: int
+    drafts_pay: bool
+    last_width: int
+    unread: float | None
+
+
 @dataclass(slots=True)
 class CostAware:
     """The width that is expected to give the most tokens per second.
@@ -112,12 +153,15 @@ class CostAware:
         margin: least gain, as a share.
         num_first: rounds that verify everything before anything is known: enough to tell a drafter
             that is mostly right from one that is mostly wrong.
+        on_device: of rounds that a device runs by itself, which are cheaper; None if it cannot go
+            by this policy.
     """
 
     costs: Callable[[int], RoundCosts]
     explore_every: int = 32
     margin: float = 0.04
     num_first: int = 4
+    on_device: CostsByContext | None = None
     _reached: list[float] = field(default_factory=list)
     _accepted: list[float] = field(default_factory=list)
     _num_rounds: int = 0
@@ -194,6 +238,27 @@ class CostAware:
             self._see(place, float(place < accepted))
         if accepted == drafted and self._unread is not None:
             self._see(drafted, self._unread)
+
+    @property
+    def state(self) -> CostState:
+        """What it has learned; setting it replaces that."""
+        return CostState(
+            tuple(self._reached),
+            tuple(self._accepted),
+            self._num_rounds,
+            self._num_plain,
+            self._drafts_pay,
+            self._last_width,
+            self._unread,
+        )
+
+    @state.setter
+    def state(self, state: CostState) -> None:
+        assert len(state.reached) == len(state.accepted) == len(self._reached), state
+        self._reached, self._accepted = list(state.reached), list(state.accepted)
+        self._num_rounds, self._num_plain = state.num_rounds, state.num_plain
+        self._drafts_pay, self._last_width = state.drafts_pay, state.last_width
+        self._unread = state.unread
 
     def _is_exploring(self) -> bool:
         """Whether the next round verifies everything: the first few, and then now and then."""

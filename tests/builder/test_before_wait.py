@@ -16,7 +16,8 @@ from gpu_build import CONFIG
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
 from inkrt.builder.tactics import find_tactics
-from inkrt.plugins.tactic import CallArgs, Output, TensorArg
+from inkrt.plugins.round.launches import ratio_test
+from inkrt.plugins.tactic import CallArgs, Output, Pointer, TensorArg
 from inkrt.runtime.engine_file import EngineCode, read_code
 from inkrt.runtime.plan import Kernel, Launch, Plan, Ref, Refs, TensorParam
 
@@ -133,7 +134,7 @@ def test_streams_of_tiles_touch_weights_alone(num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 4, 9])
 @pytest.mark.parametrize("form", ["mxfp8", "nvfp4"])
 def test_streams_of_quantized_tiles_touch_weights_alone(num_tokens: int, form: str) -> None:
-    """Wide steps touch no more than global scales, as a kernel before makes their matrices."""
+    """Wide steps touch bf16 matrices and global scales; the others a kernel before makes."""
     codes, block = (1, 32) if form == "mxfp8" else (2, 16)
     args: CallArgs = {
         "xs": [TensorArg((num_tokens, 96), torch.bfloat16)] * 2,
@@ -152,7 +153,19 @@ def test_streams_of_quantized_tiles_touch_weights_alone(num_tokens: int, form: s
             assert names <= {"weights", "codes", "global_scales", "error", None}
             assert not any(isinstance(param, Output) for param in touched)
         else:
-            assert names <= {"global_scales", "num_tokens"}, kernel.entry
+            assert names <= {"weights", "global_scales", "num_tokens"}, kernel.entry
+
+
+def test_the_ratio_test_reads_inputs_of_the_round_alone() -> None:
+    for kernel in ratio_test(600, 4, 3):
+        early = touched_before_wait(compile_ptx(kernel.source, kernel.defines), kernel.entry)
+        names = {
+            param.argument if isinstance(param, Pointer) else getattr(param, "name", None)
+            for param in (kernel.params[number] for number in early)
+        }
+        assert "state" in names, kernel.entry
+        inputs = {"temperature", "top_k", "top_p", "min_p", "seed", "position", "drafts"}
+        assert names <= {"state", *inputs}, kernel.entry
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,16 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from gpu_build import fake_compiler
 from small_model import OPTIONS, edit_config, edit_tensors, write_small
 from test_drafter import Make, damaged, find
 
-from inkrt.builder.build import _engine_code, build_engine, prepare
+from inkrt.builder.build import build_engine, prepare
 from inkrt.builder.checkpoint import Checkpoint
-from inkrt.builder.compile import Compiler
-from inkrt.builder.lower import Target
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.engines.tiny.drafter import DrafterLayout, TinyDrafter
 from inkrt.errors import ConfigError
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.engine_file import DRAFT_STEP, DraftSpec, read_config
+from inkrt.runtime.engine_file import DraftSpec, read_config
 from inkrt.runtime.executor import Sampling
 
 
@@ -122,16 +119,3 @@ def test_sizes_that_ranks_cannot_share_are_named(
         match=r"tp size 2 does not divide intermediate_size = 57 of the drafter; .*--spec none",
     ):
         prepare(Checkpoint(checkpoint), options)
-
-
-@pytest.mark.parametrize("steps", [["decode"], ["decode", "verify2", DRAFT_STEP]])
-def test_gpu_engines_with_a_drafter_have_the_code_of_rounds(
-    steps: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_compiler(monkeypatch)
-    options = dataclasses.replace(OPTIONS, target="sm_90a")
-    target = Target(options.target, compiler=Compiler(options.target))
-    code = _engine_code(dict.fromkeys(steps), target, [], options)  # type: ignore[arg-type]
-    assert ("round" in code.cubins) == (DRAFT_STEP in steps)
-    on_cpu = _engine_code(dict.fromkeys(steps), Target("cpu"), [], OPTIONS)  # type: ignore[arg-type]
-    assert on_cpu.cubins == {}

@@ -38,7 +38,11 @@ from inkrt.runtime.executor.cuda import CudaExecutor
         (["engine", "E", "--rank-slice", "2/2"], "counted from 0 (say 0/4), got '2/2'"),
         (["engine", "E", "--rank-slice", "-1/2"], "a rank slice is R/N"),
         (["engine", "E", "--rank-slice", "0/2"], "E is not an engine"),
-        (["engine", "E", "--rank-slice", "0/2", "--costs"], "of no use with --costs or --accept"),
+        (["engine", "E", "--rank-slice", "0/2", "--costs"], "of no use with --costs; leave it out"),
+        (["engine", "E", "--rounds", "--profile"], "of no use with --rounds; leave it out"),
+        (["engine", "E", "--rounds", "--costs"], "--costs and --rounds are two measurements"),
+        (["engine", "E", "--accept-profile", "1"], "only --rounds has a use for it; add that or"),
+        (["engine", "E", "--rounds"], "E is not an engine"),
         (["ops", "E", "--rank-slice", "0/2", "--tune"], "add: --commit HASH"),
         (["ops", "E", "--json", "no/x.json"], "cannot write no/x.json; name a file in a folder"),
     ],
@@ -48,7 +52,14 @@ def test_wrong_usage_is_told_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(bench.make_app(), arguments)
-    of_options = ("add: --commit", "are for --tune", "is for --profile", "of no use")
+    of_options = (
+        "add: --commit",
+        "are for --tune",
+        "is for --profile",
+        "of no use",
+        "--costs and",
+        "only --rounds",
+    )
     assert result.exit_code == (2 if message.startswith(of_options) else 1)
     assert result.stderr.startswith("error: ")
     assert message in result.stderr

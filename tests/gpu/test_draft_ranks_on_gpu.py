@@ -4,12 +4,14 @@ rank slice of that on one.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from both_targets import relative_error
 from nano_engines import CHECKPOINT, nano_prompts
+from numpy.typing import NDArray
 from test_ranks_on_gpu import Job, devices  # noqa: F401 (a fixture)
 from typer.testing import CliRunner
 
@@ -26,6 +28,8 @@ from inkrt.commands import bench  # noqa: E402
 from inkrt.runtime.engine import Engine  # noqa: E402
 from inkrt.runtime.executor import Sampling  # noqa: E402
 from inkrt.runtime.executor.cuda import CudaExecutor  # noqa: E402
+from inkrt.runtime.executor.cuda_rank import CudaRank  # noqa: E402
+from inkrt.runtime.executor.round_state import RING_RECORDS  # noqa: E402
 
 # Those with confidences, so that every output has a size.
 CASES = [
@@ -144,6 +148,29 @@ def test_output_with_drafts_is_that_without(pair: None, two: Path) -> None:
         assert [output.outputs for output in llm.generate(prompts, params)] == plain
         stats = llm.speculation
     assert stats.accepted > stats.rounds / 2
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("accept", ["coupled", "probabilistic"])
+def test_ranks_leave_the_same_records(pair: None, two: Path, accept: Any) -> None:
+    """Each decides for itself, from the first round to the last, which is fewer than a ring has."""
+    chosen = SpeculativeConfig("dspark", accept=accept, width="confidence")
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=RING_RECORDS, ignore_eos=True)
+
+    def records(rank: CudaRank) -> NDArray[np.void]:
+        rank.synchronize()
+        assert rank.rounds is not None
+        return rank.rounds.ring.copy()
+
+    with LLM(two, speculative=chosen) as llm:
+        stats = llm.generate([nano_prompts(500)[0]], params)[0].speculation
+        executor = llm.engine.executor
+        assert isinstance(executor, CudaExecutor)
+        first, second = executor.on_ranks(records)
+    num_rounds = stats.rounds + stats.plain_steps
+    assert stats.on_device == num_rounds > 0
+    assert first["sequence"][:num_rounds].tolist() == list(range(1, num_rounds + 1))
+    assert first.tobytes() == second.tobytes()
 
 
 @pytest.mark.gpu

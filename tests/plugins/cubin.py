@@ -59,3 +59,30 @@ def missing_functions(cubin: bytes) -> set[str]:
                 start = headers[link][4] + name
                 found.add(cubin[start : cubin.index(b"\0", start)].decode())
     return found
+
+
+def stacks(cubin: bytes) -> dict[str, int]:
+    """Bytes of the stack of every kernel of a cubin, spilled registers among them, by name."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    _, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQI", cubin, table + i * 64) for i in range(count)]
+
+    def text(strings: int, offset: int) -> str:
+        start = headers[strings][4] + offset
+        return cubin[start : cubin.index(b"\0", start)].decode()
+
+    sections = {text(names, header[0]): header for header in headers}
+    _, _, _, _, symbols, _, strings = sections[".symtab"]
+    _, _, _, _, position, size, _ = sections[".nv.info"]
+    found: dict[str, int] = {}
+    end = position + size
+    while position < end:
+        kind, attribute, length = struct.unpack_from("<BBH", cubin, position)
+        position += 4
+        if kind == 4:
+            if attribute == 0x11:
+                symbol, value = struct.unpack_from("<II", cubin, position)
+                (name,) = struct.unpack_from("<I", cubin, symbols + 24 * symbol)
+                found[text(strings, name)] = value
+            position += length
+    return found

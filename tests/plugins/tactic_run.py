@@ -119,17 +119,20 @@ def run(
                 packed = packing.pack(*weights).view(torch.uint8).numpy().reshape(-1)
                 given[packing.arguments[0], index] = backend.upload(packed)
         outputs = [empty(backend, x.numel() * x.itemsize) for x in shapes]
+        made_before: set[str] = set()  # scratch that kernels of this launch hand on
         for kernel in tactic.kernels:
             values = [_value(backend, p, given, outputs, scratch) for p in kernel.params]
             late = [
                 value
                 for param, value in zip(kernel.params, values, strict=True)
-                if isinstance(param, Pointer)
-                and not param.argument.endswith(_STEADY_ROWS)
-                and not any(steady in param.argument for steady in _STEADY)
-                and not param.argument.startswith(_CACHES)
-                and isinstance(value, Buffer)
+                if isinstance(value, Buffer)
+                and (_is_late(param) or (isinstance(param, Scratch) and param.name in made_before))
             ]
+            made_before |= {
+                param.name
+                for param in kernel.params
+                if isinstance(param, Scratch) and param.fill is None
+            }
             unique = list({buffer.address: buffer for buffer in late}.values())
             backend.launch(kernel, values, unique)
     if "error" in scratch:
@@ -139,6 +142,16 @@ def run(
     }
     return Ran(
         [_tensor(backend.download(b), x) for b, x in zip(outputs, shapes, strict=True)], written
+    )
+
+
+def _is_late(param: Param) -> bool:
+    """Whether a kernel of another launch of the step may write the argument until the wait."""
+    return (
+        isinstance(param, Pointer)
+        and not param.argument.endswith(_STEADY_ROWS)
+        and not any(steady in param.argument for steady in _STEADY)
+        and not param.argument.startswith(_CACHES)
     )
 
 

@@ -37,6 +37,7 @@ from inkrt.runtime.engine_file import (
 )
 from inkrt.runtime.executor import Sampling, StepInput, StepOutput
 from inkrt.runtime.executor.decode_queue import DecodeQueue
+from inkrt.runtime.executor.round_queue import RoundQueue
 from inkrt.runtime.plan import Plan, TensorSpec
 from inkrt.runtime.session import Session
 from inkrt.runtime.spec.drafter import Proposal
@@ -172,8 +173,10 @@ class FakeExecutor:
         num_taken: tokens that decode calls have given.
     """
 
+    rounds: RoundQueue | None = None
+
     def __init__(self, config: EngineConfig) -> None:
-        layout = config.state
+        self.config, layout = config, config.state
         self.page_tokens = layout.page_tokens
         self.steps = {step.name: step for step in config.steps}
         self.max_pages = -(-config.max_seq_len // layout.page_tokens)
@@ -190,7 +193,7 @@ class FakeExecutor:
         self.device_ring: dict[int, int | OSError] = {}
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
-        self.queue.clear()
+        self.forget_queued()
         output = self._run(step, step_input)
         return output if wants_logits else StepOutput(output.tokens, output.logits[:0])
 
@@ -200,7 +203,13 @@ class FakeExecutor:
         self.num_taken += 1
         return token
 
+    def forget_queued(self) -> None:
+        self.queue.clear()
+        if self.rounds is not None:
+            self.rounds.clear()
+
     def begin(self, step_input: StepInput) -> None:
+        self.forget_queued()
         self.num_begun += 1
         self.device_input = replace(step_input, pages=list(step_input.pages))
         self.device_ring.clear()
@@ -259,11 +268,11 @@ class FakeExecutor:
         return _draw(logits, sampling, position)
 
     def copy_slot(self, source: int, target: int) -> None:
-        self.queue.clear()
+        self.forget_queued()
         self.rings[target] = self.rings[source]
 
     def copy_page(self, source: int, target: int) -> None:
-        self.queue.clear()
+        self.forget_queued()
         self.pages[target] = self.pages[source]
 
     def close(self) -> None:

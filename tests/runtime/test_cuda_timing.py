@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from inkrt.errors import EngineMismatchError
-from inkrt.runtime.executor import Sampling, StepInput
+from inkrt.errors import DeviceError, EngineMismatchError
+from inkrt.runtime.executor import Sampling, StepInput, cuda_timing
 from inkrt.runtime.executor.cuda_timing import FLUSH_BYTES, Chain, Timer
+from inkrt.runtime.executor.round_queue import RoundRecord
+from inkrt.runtime.executor.round_state import RoundStatus
 from inkrt.runtime.plan import (
     LOOSE,
     Fill,
@@ -76,6 +78,9 @@ class Gpu:
         self.memory = SimpleNamespace(slot_bytes=256)
         self.handle = self
         self.modules: dict[str, object] = {}
+        self.round_graph: Any = None
+        self.begun: list[object] = []
+        self.full_at = -1
         self.graphs = {"decode": self.capture(make_plan())}
 
     def check(self, value: Any) -> Any:
@@ -283,3 +288,33 @@ def test_a_kernel_that_gave_up_gives_no_time(gpu: Gpu, until: int | None) -> Non
     gpu.failure = fail
     with pytest.raises(RuntimeError, match="gave up"):
         timer(gpu).step("decode", INPUT, 3, until=until)
+
+
+class Rounds:
+    """A device whose rounds give their number; one of them may have nothing to give."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def begin_rounds(self, given: object) -> None:
+        self.gpu.begun.append(given)
+
+    def await_record(self, number: int) -> RoundRecord:
+        assert number < len(self.gpu.ran), "it has run"
+        status = RoundStatus.FULL if number == self.gpu.full_at else RoundStatus.OK
+        return RoundRecord(status, [number], 0, 0, number)
+
+
+def test_rounds_one_behind_the_other(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there are records at once; the chain goes on."""
+    monkeypatch.setattr(cuda_timing, "CudaRounds", Rounds)
+    gpu.round_graph, gpu.begun, gpu.full_at = gpu.capture(make_plan()), [], 150
+    times, records = timer(gpu).rounds("given", 150)  # type: ignore[arg-type]
+    assert times == pytest.approx([GAP_US + 40] * 150)
+    assert [record.tokens for record in records] == [[number] for number in range(150)]
+    assert gpu.begun == ["given"]
+    assert gpu.num_events == 0
+    gpu.ran.clear()
+    gpu.full_at = 3
+    with pytest.raises(DeviceError, match="a round gave nothing: full"):
+        timer(gpu).rounds("given", 9)  # type: ignore[arg-type]

@@ -44,6 +44,9 @@ class TableSession:
         overlap = np.minimum(chain.target(sampling), chain.draft(sampling)).sum(-1)
         self.overlap = np.minimum(overlap, 1).astype(np.float32)
 
+    def takes_rounds(self, _settings: object) -> bool:
+        return False
+
     def num_writable(self, num_tokens: int) -> int:
         return num_tokens
 

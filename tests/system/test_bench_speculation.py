@@ -95,7 +95,7 @@ def test_contexts_that_do_not_fit(folder: Path) -> None:
     result = invoke(folder, "--costs", "--runs", 2, "--contexts", "4000")
     assert result.exit_code == 1
     assert result.stderr == (
-        "error: no context fits: 5 steps behind it need room in the engine's 250 positions; give "
+        "error: no context fits: 10 positions behind it are measured in, of the engine's 250; give "
         "shorter --contexts or fewer --runs\n"
     )
 
@@ -127,11 +127,11 @@ def test_acceptance_of_prompts(folder: Path, tmp_path: Path) -> None:
         (["--costs", "--acceptance"], "are two measurements; run one after the other"),
         (["--prompts", "x"], "only --acceptance has a use for it; add that or"),
         (["--plot", "x.png"], "only --acceptance has a use for it; add that or"),
-        (["--spec", "ngram"], "--spec: only --acceptance has a use for it"),
-        (["--costs", "--width", "cost"], "--width: only --acceptance has a use for it"),
-        (["--costs", "--temperature", 0], "--temperature: only --acceptance has a use for it"),
-        (["--costs", "--steps", "decode"], "--steps: of no use with --costs or --acceptance"),
-        (["--acceptance", "--profile"], "--profile: of no use with --costs or --acceptance"),
+        (["--spec", "ngram"], "--spec: only --acceptance and --rounds have a use for it"),
+        (["--costs", "--width", "cost"], "--width: of no use with --costs; leave"),
+        (["--costs", "--temperature", 0], "--temperature: of no use with --costs; leave"),
+        (["--costs", "--steps", "decode"], "--steps: of no use with --costs; leave"),
+        (["--acceptance", "--profile"], "--profile: of no use with --acceptance; leave"),
         (["--acceptance", "--contexts", "9"], "--contexts: of no use with --acceptance"),
         (["--acceptance", "--runs", 3], "--runs: of no use with --acceptance"),
         (["--acceptance", "--prompts", "none.txt"], "cannot read none.txt"),

@@ -4,9 +4,12 @@
 //
 // What it finds beside wrong arithmetic: deadlocks, accesses past a block's shared memory (a guard
 // page), reads before pdl_wait() of what a predecessor writes (such inputs are filled at the wait),
-// and, by running fibers in another order, missing barriers.
+// asynchronous copies that are read too early or go where a stage is still in use (the place is full
+// of NaN from request to wait), bulk copies that outlive their block, and, by running fibers in other
+// orders, missing barriers.
 #pragma once
 #define INK_DEVICE_CUH
+#define INK_LATENCY_CUH
 #define INK_PEER_CUH
 #define INK_ROUND_GRAPH_CUH
 #define INK_CLUSTER_CUH
@@ -24,6 +27,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <random>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -80,10 +84,22 @@ struct Publish {
   const void* from;
   size_t bytes;
 };
+// An asynchronous copy, of what is there when it is requested. Its place is full of NaN until it
+// lands.
+struct Copy {
+  void* to;
+  std::vector<u8> data;
+  Copy() : to(nullptr) {}
+  Copy(void* to, const void* from, size_t bytes)
+      : to(to), data((const u8*)from, (const u8*)from + bytes) {
+    memset(to, 0xFF, bytes);
+  }
+  void land() const { memcpy(to, data.data(), data.size()); }
+};
 struct Thread {
   ucontext_t context;
   Index index;
-  std::vector<Publish> copies;
+  std::vector<Copy> copies;
   Block* block = nullptr;
   bool done = false;
   u64 cluster_phase = 0;
@@ -107,6 +123,7 @@ struct Block {
   u64 alive = 0;
   std::map<const void*, std::tuple<int, int, long, u32>>
       mbarriers;  // arrivals, pending, bytes, phase
+  std::map<const void*, std::vector<Copy>> on_their_way;  // bulk copies, by barrier
 };
 struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
@@ -165,7 +182,8 @@ T as(u64 bits) {
 inline void enter() {
   body();
   current->done = true;
-  current->block->alive--;
+  if (--current->block->alive == 0 && !current->block->on_their_way.empty())
+    fail("a block ends before its bulk copies are there");
   current->block->cluster->alive--;
   swapcontext(&current->context, &scheduler);
 }
@@ -197,8 +215,12 @@ struct Stacks {
   Stacks(const Stacks&) = delete;
   ~Stacks() { munmap(base, whole); }
 };
+// Of random orders.
+inline std::mt19937 random_bits;
+inline bool is_random = false;
+
 // A cluster at a time; `together`: all of them at once, for kernels whose blocks wait for each
-// other.
+// other. order: 0 rising, 1 falling, else a new one every round, drawn from it.
 inline void launch(Index grid, unsigned threads, unsigned cluster_size, size_t smem_bytes,
                    int order, bool together) {
   grid_size = grid;
@@ -235,13 +257,16 @@ inline void launch(Index grid, unsigned threads, unsigned cluster_size, size_t s
       cluster.alive += threads;
       cluster.blocks.push_back(std::move(block));
     }
-    if (order) std::reverse(all.begin(), all.end());
+    if (order == 1) std::reverse(all.begin(), all.end());
+    is_random = order > 1;
+    random_bits.seed((unsigned)order);
     auto is_running = [](const auto& cluster) { return cluster->alive > 0; };
     for (u64 rounds = 0; std::any_of(clusters.begin(), clusters.end(), is_running); rounds++) {
       if (rounds > 2000000) {
         current = nullptr;
         fail("deadlock");
       }
+      if (is_random) std::shuffle(all.begin(), all.end(), random_bits);
       for (Thread* t : all)
         if (!t->done) {
           current = t;
@@ -282,6 +307,7 @@ T __shfl_xor_sync(u32, T v, int mask) {
 }
 template <class T>
 T __shfl_sync(u32, T v, int lane) {
+  if (lane < 0 || lane > 31) emu::fail("a shuffle from no lane");
   return emu::as<T>(emu::exchange(&v, 1)[lane][0]);
 }
 template <class T>
@@ -308,6 +334,9 @@ static inline int __ffs(u32 v) {
 }
 static inline int __popc(u32 v) {
   return __builtin_popcount(v);
+}
+static inline int __clz(int v) {
+  return v ? __builtin_clz((u32)v) : 32;
 }
 static inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   const u64 bytes = (u64)b << 32 | a;

@@ -26,12 +26,15 @@ class Emulator:
     Attributes:
         folder: of shared libraries; equal kernels are compiled once.
         reverse: run threads in falling order.
+        seed: if not 0, run threads in random orders, another one whenever all have had their turn.
     """
 
-    def __init__(self, folder: Path, *, reverse: bool = False) -> None:
+    def __init__(self, folder: Path, *, reverse: bool = False, seed: int = 0) -> None:
         self.folder = folder
         self.reverse = reverse
+        self.seed = seed
         self._libraries: dict[str, ctypes.CDLL] = {}
+        self._known: dict[tuple[object, ...], ctypes.CDLL] = {}
 
     def upload(self, data: NDArray[np.generic]) -> Buffer:
         # Some spare bytes, so that 16-byte alignment can be had and small overruns are seen.
@@ -68,14 +71,21 @@ class Emulator:
             *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
         )
         # Blocks of such a kernel wait for each other.
+        order = self.seed + 1 if self.seed else int(self.reverse)
         scratch = {param.name for param in kernel.params if isinstance(param, Scratch)}
         library.emu_run(
             *kernel.grid, kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
-            int(self.reverse), int(bool(scratch & _MEETINGS)), pointers,
+            order, int(bool(scratch & _MEETINGS)), pointers,
         )  # fmt: skip
 
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
-        """The compiled kernel."""
+        """The compiled kernel. Sources do not change while this object lives."""
+        key = (kernel.entry, kernel.source, kernel.defines, kernel.smem_bytes > 0)
+        if key not in self._known:
+            self._known[key] = self._compiled(kernel)
+        return self._known[key]
+
+    def _compiled(self, kernel: KernelLaunch) -> ctypes.CDLL:
         defines = [f"-D{name}={value}" for name, value in kernel.defines]
         sources = [
             *_PLUGINS.glob("**/*.cu*"),
@@ -95,7 +105,7 @@ class Emulator:
                 shared = kernel.smem_bytes > 0 and (
                     "struct Shared {" in kernel.source.read_text().split("extern")[0]
                 )
-                sm90 = kernel.source.name == "attention.cu"
+                sm90 = kernel.source.name in ("attention.cu", "attention_window.cu")
                 command = [
                     COMPILER, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared",
                     "-fPIC",
