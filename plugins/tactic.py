@@ -208,6 +208,9 @@ class Tactic:
         bytes: least bytes that must cross device memory (weights once, activations once).
         flops: multiply-adds times two.
         packings: weights that are not read as the reference's layout.
+
+    Raises:
+        ValueError: kernels want different scratch by the same name.
     """
 
     name: str
@@ -215,6 +218,12 @@ class Tactic:
     bytes: int
     flops: int
     packings: tuple[Packing, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        known: dict[str, Scratch] = {}
+        for param in (param for kernel in self.kernels for param in kernel.params):
+            if isinstance(param, Scratch) and known.setdefault(param.name, param) != param:
+                raise ValueError(f"tactic {self.name}: {param} and {known[param.name]}")
 
 
 FindTactics = Callable[[str, CallArgs], list[Tactic]]

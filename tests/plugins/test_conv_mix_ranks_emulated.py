@@ -76,13 +76,18 @@ class Memory:
             shared.empty(2 * len(arguments["queries"]) * rows * width, 0x11),  # type: ignore[arg-type]
         ]
         self.scratch: dict[str, np.ndarray] = {}
+        self.kinds: dict[str, Scratch] = {}
 
     def prepare(self, tactic: Tactic) -> None:
-        for kernel in tactic.kernels:
-            for param in kernel.params:
-                if isinstance(param, Scratch) and param.name not in self.scratch:
-                    fill = 0x77 if param.fill is None else param.fill
-                    self.scratch[param.name] = self.shared.empty(param.num_bytes, fill)
+        """Scratch that it needs; what another tactic has by the same name must be alike."""
+        for param in (param for kernel in tactic.kernels for param in kernel.params):
+            if not isinstance(param, Scratch):
+                continue
+            if self.kinds.setdefault(param.name, param) != param:
+                raise ValueError(f"{tactic.name}: {param} is {self.kinds[param.name]} already")
+            if param.name not in self.scratch:
+                fill = 0x77 if param.fill is None else param.fill
+                self.scratch[param.name] = self.shared.empty(param.num_bytes, fill)
 
     def values(self, tactic: Tactic, index: int, table: np.ndarray, error: np.ndarray) -> list:
         def value(param: object) -> object:
@@ -165,6 +170,7 @@ def test_ranks_agree_with_the_reference_and_tactics_in_bits(
                     run_kernel(emulator, kernel, values)
 
         run_ranks(ranks, run)
+        shared.check()
         assert [int(error[0]) for error in places.errors] == [0] * ranks
         first = memories[0][0]
         for of_launch in memories:

@@ -168,7 +168,7 @@ class BothRanks:
 
     def __init__(self, emulator: Emulator, folder: Path) -> None:
         config, codes = read_config(folder), [read_code(folder, rank) for rank in range(2)]
-        memory = SharedMemory(1 << 27)
+        self.memory = memory = SharedMemory(1 << 27)
         self.plans = codes[0].plans
         self.ranks = Ranks(memory, 2, slot_bytes(self.plans.values()))
         self.both = [
@@ -181,6 +181,7 @@ class BothRanks:
 
     def run(self, step: str, tokens: Sequence[int], position: int) -> None:
         run_ranks(2, lambda rank: self.both[rank].run(step, tokens, position))
+        self.memory.check()
         assert [int(error[0]) for error in self.ranks.errors] == [0, 0]
 
 

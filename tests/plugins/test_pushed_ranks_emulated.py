@@ -14,7 +14,8 @@ from rank_processes import COMPILER, Emulator, Ranks, SharedMemory, run_kernel, 
 from test_conv_mix_ranks_emulated import Memory, call_args, make_arguments
 
 from inkrt.builder.tactics import find_tactics
-from inkrt.plugins.allreduce_conv_mix.pushed import pushed_pairs
+from inkrt.plugins.allreduce_conv_mix.pushed import pushed_pairs, with_own_scratch
+from inkrt.plugins.moe import tactics as moe_tactics
 from inkrt.plugins.registry import plugins
 from inkrt.plugins.tactic import Output, Param, Pointer, Tactic
 from inkrt.runtime.executor.peers import RankSlice, describe_error
@@ -99,7 +100,7 @@ class Pair:
         *before, last = sender.kernels
         partial: Param = Pointer("partial")
         params = tuple(partial if param == Output(0) else param for param in last.params)
-        mix = self.mixes["push_in_slices"].kernels
+        mix = map(with_own_scratch, self.mixes["push_in_slices"].kernels)
         return replace(sender, name="apart", kernels=(*before, replace(last, params=params), *mix))
 
     def run(self, emulator: Emulator, tactics: Sequence[Tactic], places: Ranks) -> None:
@@ -120,6 +121,7 @@ class Pair:
                     run_kernel(emulator, kernel, values)
 
         run_ranks(len(places.tables), run)
+        self.shared.check()
 
     def results(self, launch: int, rank: int) -> list[np.ndarray]:
         memory = self.memories[launch][rank]
@@ -205,12 +207,18 @@ def test_a_failure_is_told_before_anything_is_sent(emulator: Emulator) -> None:
     [
         ("T1_mxfp8_slice", 192, 1),
         ("T7_nvfp4_slice", 128, 6),
+        ("T5_nvfp4_rank_of_4", 64, 5),
     ],
 )
-def test_moe(emulator: Emulator, name: str, width: int, num_tokens: int) -> None:
-    """Slices of experts; steps of ranks with whole ones are in test_inkling2_ranks_emulated.py."""
+def test_moe(
+    emulator: Emulator, name: str, width: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices of experts and whole ones; whole steps are in test_inkling2_ranks_emulated.py."""
+    # Blocks: as few as can be their own router.
+    monkeypatch.setattr(moe_tactics, "MULTIPROCESSORS", 8)
     products = [moe_arguments(name, rank) for rank in range(2)]
     pair = Pair("moe", products, width, num_tokens, 2, 6)
     ways = [tactic for tactic in pair.pairs if tactic.name.endswith("_slices")]
     assert [way.name.removesuffix("_slices") for way in ways] == [x.name for x in pair.senders]
+    assert ways[-1].name.startswith("moe_one")
     check(emulator, pair, [ways[0], ways[-1]])

@@ -1,5 +1,7 @@
 """Launches that exchange data between ranks: which calls have them, their sizes, their code."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cubin import resources
@@ -117,6 +119,22 @@ def test_code_has_no_stack(target: str, num_ranks: int) -> None:
         found = resources(compile_cubin(kernel.source, kernel.defines, target))
         assert found["stack"] == 0, kernel.entry
         assert found["registers"] * kernel.block[0] <= 65536
+
+
+def test_kernels_that_share_scratch_agree_on_it() -> None:
+    """A mix as it is behind experts has its own `exchange`, which is smaller and full of zeros."""
+    pair = [way for way in pairs(HOPPER, "moe", 1, 2) if way.name.endswith("_slices")][-1]
+    renamed = pair.kernels[-1]
+    (scratch,) = (
+        param
+        for param in renamed.params
+        if isinstance(param, Scratch) and param.name == "mix_exchange"
+    )
+    params = tuple(
+        replace(param, name="exchange") if param == scratch else param for param in renamed.params
+    )
+    with pytest.raises(ValueError, match="exchange"):
+        replace(pair, kernels=(*pair.kernels[:-1], replace(renamed, params=params)))
 
 
 def pair_args(num_tokens: int, num_ranks: int, num_former: int, num_queries: int) -> CallArgs:
