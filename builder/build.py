@@ -136,8 +136,7 @@ def prepare(
     if drafter is not None:
         require_buildable(drafter, definition, options.target, options.tp_size)
     options = dataclasses.replace(options, spec=drafter.method if drafter else "none")
-    dtype = _DTYPES[options.dtype]
-    state = _state_options(options)
+    dtype, state = _DTYPES[options.dtype], _state_options(options)
     plans: dict[str, Plan] = {}
     target = Target(options.target, shares_arena=not options.keep_intermediates)
     if options.target != "cpu":
@@ -146,7 +145,8 @@ def prepare(
         target.chooser = TacticChooser(options.target, times)
     elif timing_cache is not None:
         raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
-    passes = passes_for(options.target, keeps_intermediates=options.keep_intermediates)
+    keeps, pushes = options.keep_intermediates, options.sums == "pushed"
+    passes = passes_for(options.target, keeps_intermediates=keeps, pushes_sums=pushes)
     started = time.monotonic()
     modules = list(step_modules(definition, model, options, dtype, state, drafter))
     graphs: list[StepGraph] = []

@@ -35,6 +35,8 @@ class BuildOptions:
             "dspark" and "mtp" ask for one of that kind, "none" leaves it out.
         projections: form of attention projections that the checkpoint has in bf16 or float32:
             "checkpoint" keeps them, "mxfp8" and "nvfp4" quantize them (Inkling-2 only).
+        sums: what sends a rank's part of a sum to the others: with "mix" the launch that adds the
+            parts, with "pushed" the product that makes it, where a GPU has a kernel for that.
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
     """
 
@@ -72,6 +74,12 @@ class BuildOptions:
         default="checkpoint",
         metadata={"help": "quantize attention projections (Inkling-2); checkpoint: as they are"},
     )
+    sums: Literal["mix", "pushed"] = field(
+        default="mix",
+        metadata={
+            "help": "pushed: products of several ranks send their sums themselves (GPU only)"
+        },
+    )
     weights: Literal["real", "dummy"] = field(
         default="real", metadata={"help": "dummy: no weight files, a fixed pattern at run time"}
     )
@@ -104,6 +112,7 @@ class BuildOptions:
             ("dtype", ("auto", "bfloat16", "float32")),
             ("spec", ("auto", "none", "dspark", "mtp")),
             ("projections", ("checkpoint", "mxfp8", "nvfp4")),
+            ("sums", ("mix", "pushed")),
             ("weights", ("real", "dummy")),
             ("moe_split", ("experts", "width")),
         ):

@@ -4,6 +4,9 @@ A fake binds axis letters with `Axes` and states every other condition with `req
 BuildError naming the operator, what it got and what it expects. Nothing here looks at values.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,16 @@ def require(holds: bool, message: str) -> None:
     """Raise BuildError with `message` (operator, got, expected) unless `holds`."""
     if not holds:
         raise BuildError(f"{message}; correct the module or the configuration that makes this call")
+
+
+@contextmanager
+def in_name_of(op: str) -> Iterator[None]:
+    """Let errors of operators that `op` consists of name `op`."""
+    try:
+        yield
+    except BuildError as error:
+        _, _, text = str(error).partition(": ")
+        raise BuildError(f"ink::{op}: {text}") from error
 
 
 class Axes:

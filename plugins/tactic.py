@@ -133,13 +133,13 @@ class Float32:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Kernel parameter: address of the `Peers` of `all_reduce/peer.cuh`, ways to the other ranks.
+    """Kernel parameter: address of the `Peers` of `all_reduce/push.cuh`, ways to the other ranks.
 
     Every rank has one inbox, which others write to. All launches that have this parameter share it,
     over all steps of an engine, in the order in which they run, which is the same on all ranks.
 
     Attributes:
-        num_bytes: most that a launch sends to each other rank.
+        num_bytes: most that a launch sends to each rank, or receives from each.
     """
 
     num_bytes: int
@@ -208,6 +208,9 @@ class Tactic:
         bytes: least bytes that must cross device memory (weights once, activations once).
         flops: multiply-adds times two.
         packings: weights that are not read as the reference's layout.
+
+    Raises:
+        ValueError: kernels want different scratch by the same name.
     """
 
     name: str
@@ -215,6 +218,12 @@ class Tactic:
     bytes: int
     flops: int
     packings: tuple[Packing, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        known: dict[str, Scratch] = {}
+        for param in (param for kernel in self.kernels for param in kernel.params):
+            if isinstance(param, Scratch) and known.setdefault(param.name, param) != param:
+                raise ValueError(f"tactic {self.name}: {param} and {known[param.name]}")
 
 
 FindTactics = Callable[[str, CallArgs], list[Tactic]]

@@ -255,7 +255,7 @@ def table_bytes(plan: Plan) -> int:
 
 ADDRESS_BYTES = 8
 # Of an inbox: buffers that launches use in turn, and what slots are aligned to. In front of the
-# addresses a table of peers has this many words. See `plugins/all_reduce/peer.cuh`.
+# addresses a table of peers has this many words. See `plugins/all_reduce/push.cuh`.
 INBOX_BUFFERS, INBOX_ALIGNMENT, PEER_WORDS = 3, 256, 3
 # Eight bytes for each block of the largest grid.
 TURN_BYTES = 8 * 132

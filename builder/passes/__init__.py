@@ -17,6 +17,7 @@ from inkrt.builder.passes.fuse_lm_head_sample import fuse_lm_head_sample
 from inkrt.builder.passes.fuse_moe import fuse_moe
 from inkrt.builder.passes.fuse_norm_qkv_rope import fuse_norm_qkv_rope
 from inkrt.builder.passes.fuse_norm_router_shared import fuse_norm_router_shared
+from inkrt.builder.passes.fuse_pushed_sums import fuse_pushed_sums
 from inkrt.builder.passes.fuse_qkv_post import fuse_qkv_post
 from inkrt.builder.passes.place_collectives import place_collectives
 from inkrt.builder.trace import StepGraph
@@ -43,17 +44,21 @@ PASSES: tuple[Pass, ...] = (
 TARGET_PASSES: tuple[TargetPass, ...] = (fuse_flint_layers,)
 
 
-def passes_for(target: str, *, keeps_intermediates: bool = False) -> tuple[Pass, ...]:
+def passes_for(
+    target: str, *, keeps_intermediates: bool = False, pushes_sums: bool = False
+) -> tuple[Pass, ...]:
     """The passes of a build, in order.
 
     Args:
         target: what plans are lowered for; operators' references need no passes of their own.
         keeps_intermediates: whether a parity report will read what every launch of the common
             passes wrote, which nothing may merge then.
+        pushes_sums: whether products of several ranks send their parts of a sum themselves.
     """
     if target == "cpu" or keeps_intermediates:
         return PASSES
-    return (*PASSES[:-1], *(_bind(run_pass, target) for run_pass in TARGET_PASSES), PASSES[-1])
+    chosen = (*TARGET_PASSES, *((fuse_pushed_sums,) if pushes_sums else ()))
+    return (*PASSES[:-1], *(_bind(run_pass, target) for run_pass in chosen), PASSES[-1])
 
 
 def _bind(run_pass: TargetPass, target: str) -> Pass:

@@ -60,6 +60,7 @@ def _scores_of_moe(values: _Values) -> NDArray[np.float32]:
 # By operator: arguments, and what its tokens choose the largest of by them, float32 [T, E].
 _SCORES: Mapping[str, tuple[Sequence[str], Callable[[_Values], NDArray[np.float32]]]] = {
     "moe": (("x", "router_weight", "router_bias"), _scores_of_moe),
+    "moe_conv_mix": (("x", "router_weight", "router_bias"), _scores_of_moe),
     "flint_moe": (("logits",), lambda values: values["logits"]),
 }
 

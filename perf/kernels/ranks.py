@@ -5,13 +5,15 @@
     python perf/kernels/ranks.py --rank-slice 0/2    # one GPU, which hears itself
 
 A line for each kernel and width: us a launch, in a chain of launches of that kernel alone, whose
-data stays in the L2. In front of them the exchange is compared with the reference once.
+data stays in the L2. In front of them the exchange is compared with the reference once. Behind them
+the output projection of a rank with the mix: launches one by one, and as a pair that pushes.
 """
 
 import argparse
 import ctypes
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +23,7 @@ from rank_gpu import RankGpus, Value
 
 from inkrt.builder.tactics import find_tactics
 from inkrt.plugins.all_reduce.op import sum_in_rank_order
+from inkrt.plugins.allreduce_conv_mix.pushed import with_own_scratch
 from inkrt.plugins.tactic import (
     CallArgs,
     Float32,
@@ -39,6 +42,7 @@ from inkrt.runtime.executor.peers import RankSlice, describe_error
 
 CHAIN, RUNS = 200, 40
 SOURCES, QUERIES = 4, 3
+HEAD_VALUES = 6144  # of all ranks, which the output projection takes
 
 
 class Memory:
@@ -122,6 +126,36 @@ def conv_mix_args(num_tokens: int, width: int, num_ranks: int, seed: int) -> dic
     }  # fmt: skip
 
 
+def pair_args(num_tokens: int, width: int, num_ranks: int, seed: int) -> dict[str, Any]:
+    """Of the output projection of a rank, and of the mix behind it."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    own = HEAD_VALUES // num_ranks
+    x = torch.randn(num_tokens, own, generator=generator).bfloat16()
+    weight = (torch.randn(width, own, generator=generator) * own**-0.5).bfloat16()
+    return {**conv_mix_args(num_tokens, width, num_ranks, 0), "x": x, "weight": weight}
+
+
+def pairs(args: dict[str, Any]) -> tuple[list[Tactic], list[Tactic]]:
+    """Ways to run both with the product's first one: launches one by one, and those that push."""
+    product = {"x": args["x"], "weight": args["weight"], "partial": True}
+    sender = find_tactics("linear", "sm_90a", call_args(product))[0]
+    (first,) = sender.kernels
+    partial: Param = Pointer("partial")
+    params = tuple(partial if param == Output(0) else param for param in first.params)
+    apart = []
+    for mix in find_tactics("allreduce_conv_mix", "sm_90a", call_args(args)):
+        kernels = (replace(first, params=params), *map(with_own_scratch, mix.kernels))
+        apart.append(replace(sender, name=f"{sender.name}, {mix.name}", kernels=kernels))
+    pushed = find_tactics("linear_conv_mix", "sm_90a", call_args(args))
+    return apart, [way for way in pushed if way.name.rpartition("_")[0] == sender.name]
+
+
+def packed(args: dict[str, Any], tactic: Tactic) -> dict[str, Any]:
+    """The arguments with weights as the tactic reads them."""
+    (packing,) = tactic.packings
+    return args | {"weight": packing.pack(args["weight"])}
+
+
 def time_tactic(gpus: RankGpus, memories: Sequence[Memory], tactic: Tactic) -> float:
     """Microseconds of a launch of the tactic."""
     graphs = [
@@ -183,6 +217,18 @@ def main() -> None:
                 us = time_tactic(gpus, memories, tactic)
                 name = f"conv_mix T={num_tokens} D={options.width} tp {ranks} {tactic.name}"
                 say(f"{name}: {us:.2f} us")
+        of_rank = [
+            pair_args(num_tokens, options.width, num_ranks, seed) for seed in range(len(running))
+        ]
+        apart, pushed = pairs(of_rank[0])
+        memories = [
+            Memory(gpus, rank, packed(each, pushed[0]), [size, QUERIES * size])
+            for rank, each in enumerate(of_rank)
+        ]
+        for kind, tactics in (("apart", apart), ("pushed", pushed)):
+            for tactic in tactics:
+                us = time_tactic(gpus, memories, tactic)
+                say(f"linear+conv_mix T={num_tokens} {kind} {tactic.name}: {us:.2f} us")
 
 
 if __name__ == "__main__":

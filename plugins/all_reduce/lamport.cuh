@@ -14,38 +14,16 @@
 // buffers it would fill in launch i + 1 what may not be emptied yet. tests/plugins/test_lamport.py
 // runs all orders of small examples.
 //
+// Who receives may have sent in an earlier launch already, see push.cuh.
+//
 // Every launch of the engine takes part, with any size: `turn` holds the number of the buffer and
 // how many bytes of every slot the launch before has filled. Sizes must be the same on all ranks.
 // Each block has a turn of its own, which no other reads, so none has to wait for the others to
 // have read it; those of blocks that a launch does not have, its blocks share among them.
 #ifndef INK_LAMPORT_CUH
 #define INK_LAMPORT_CUH
-#include "all_reduce/peer.cuh"
+#include "all_reduce/push.cuh"
 
-constexpr u32 EMPTY = 0xFFFFFFFFu, NAN_WORD = 0x7FFF7FFFu;  // NaN as float and as two bf16
-constexpr u32 BUFFERS = 3, MAX_BLOCKS = 132;
-// Of a block. Buffer of the next launch, bytes of a slot that the last one filled.
-struct Turn {
-  u32 buffer, filled;
-};
-// About three seconds; ranks do not start a step at the same time.
-constexpr u32 PEER_SPIN_LIMIT = 1u << 22;
-// Error word: kind, rank that was waited for, and 1 + rank that gave up, a byte each.
-constexpr int ERROR_PEER = 3;
-
-// What the executor writes (runtime/executor/peers.py); it does not change while kernels run.
-// RANKS: of the engine.
-struct Peers {
-  u64 rank;        // of this GPU
-  u64 slot_bytes;  // of an inbox
-  Turn* turns;     // of this GPU, MAX_BLOCKS
-  u8* inbox[RANKS];
-  int* error[RANKS];  // error words
-};
-
-INK_DEVICE u32 not_empty(u32 v) {
-  return v == EMPTY ? NAN_WORD : v;
-}
 INK_DEVICE uint4 not_empty(const uint4& v) {
   return make_uint4(not_empty(v.x), not_empty(v.y), not_empty(v.z), not_empty(v.w));
 }
@@ -95,9 +73,9 @@ struct Exchange {
     for (u32 r = 0; r < RANKS; r++)
       if (r != rank) store_inbox16(inbox[r] + own_slot + offset + filling, v);
   }
-  // Sixteen bytes of every rank's part, in rank order, at N offsets; `own` are those of this one.
-  // Places that are not wanted are left as they are.
-  template <int N>
+  // Sixteen bytes of every rank's part, in rank order, at N offsets; `own` are those of this one, if
+  // its inbox does not have them (OWN_TOO). Places that are not wanted are left as they are.
+  template <int N, bool OWN_TOO = false>
   INK_DEVICE void receive16(const u64 (&offset)[N], const bool (&is_wanted)[N],
                             const uint4 (&own)[N], uint4 (&parts)[N][RANKS]) {
     u32 missing = 0;
@@ -110,13 +88,14 @@ struct Exchange {
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++)
           if (is_wanted[n])
-            parts[n][r] = r == rank ? not_empty(own[n])
-                                    : load_inbox16(filled_now + r * slot_bytes + offset[n]);
+            parts[n][r] = !OWN_TOO && r == rank
+                              ? not_empty(own[n])
+                              : load_inbox16(filled_now + r * slot_bytes + offset[n]);
 #pragma unroll
       for (int n = 0; n < N; n++)
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++)
-          if (is_wanted[n] && r != rank && has_empty(parts[n][r])) {
+          if (is_wanted[n] && (OWN_TOO || r != rank) && has_empty(parts[n][r])) {
             is_complete = false;
             missing = r;
           }
@@ -141,12 +120,20 @@ struct Exchange {
     const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
 #pragma unroll
     for (u32 r = 0; r < RANKS; r++)
-      if (r != rank)
-        for (u64 at = (u64)first * 16; at < filled; at += (u64)count * 16)
+      if (r != rank || filled & FILLED_OWN)
+        for (u64 at = (u64)first * 16; at < (filled & ~FILLED_OWN); at += (u64)count * 16)
           store_inbox16(before + r * slot_bytes + at, empty);
   }
+  // Returns when sixteen bytes of this rank's own part are there, that were sent, or for nothing.
+  INK_DEVICE void await_own(u64 offset) const {
+    const u8* const place = own_inbox + filling + own_slot + offset;
+#pragma unroll 1
+    for (u32 spins = 0; spins < limit && has_empty(load_inbox16(place)); spins++) {
+    }
+  }
   // By the first `threads` of each of the launch's first `blocks`, which are all that take part,
-  // behind a barrier of the block that follows `begin`: the launch has filled num_bytes of a slot.
+  // behind a barrier of the block that follows `begin`: the launch has filled num_bytes of a slot (FILLED_OWN
+  // added: its own one, too).
   INK_DEVICE void end(u32 num_bytes, u32 blocks, u32 threads) const {
     for (u32 i = blockIdx.x + threadIdx.x * blocks; i < MAX_BLOCKS; i += threads * blocks)
       *(uint2*)(turns + i) = make_uint2(buffer + 1 < BUFFERS ? buffer + 1 : 0, num_bytes);

@@ -3,6 +3,9 @@
 #define INK_PEER_CUH
 #include "device.cuh"
 
+// Of a word that nobody has written yet, as a float and as two bf16 values: no arithmetic yields it.
+constexpr u32 EMPTY = 0xFFFFFFFFu;
+
 INK_DEVICE uint4 load_inbox16(const void* p) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -15,6 +18,9 @@ INK_DEVICE void store_inbox16(void* p, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w)
                : "memory");
+}
+INK_DEVICE void store_inbox4(void* p, u32 v) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 // What this thread stores later is seen by no GPU before this.
 INK_DEVICE void store_error(int* p, int code) {

@@ -34,6 +34,8 @@ struct Shared {
 
 template <class Source>
 struct ConvMix {
+  static constexpr bool WAITS_LATE = false;
+
   Source source;
   int token;
   short_conv::Step step;
@@ -86,15 +88,8 @@ struct ConvMix {
     load_others(column, s, q);
   }
   INK_DEVICE void last(int column, Four (&s)[MIX_SOURCES]) {
-    using namespace short_conv;
-    const Four update = round_four(convolve<true>(x, taps));
-    Four sum = update;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (RESIDUAL) sum.v[i] = __fadd_rn(old.v[i], update.v[i]);
-    s[FORMER] = store_four<KEEPS_FLOAT32>(residual_out, at(column), sum);
-    if (RING_IS_WIDE)
-      store_four<false>(ring, ring_at<RING, WIDTH>(step, step.position + token, column), x[PAST]);
+    s[FORMER] = store_four<KEEPS_FLOAT32>(residual_out, at(column), sum_with_residual());
+    if (RING_IS_WIDE) store_in_ring(column);
   }
   INK_DEVICE void again(int column, Four (&s)[MIX_SOURCES]) {
     load_norms(column);
@@ -111,6 +106,19 @@ struct ConvMix {
   }
 
  protected:
+  // The new residual, not rounded.
+  INK_DEVICE Four sum_with_residual() const {
+    const Four update = round_four(short_conv::convolve<true>(x, taps));
+    Four sum = update;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (RESIDUAL) sum.v[i] = __fadd_rn(old.v[i], update.v[i]);
+    return sum;
+  }
+  INK_DEVICE void store_in_ring(int column) {
+    using namespace short_conv;
+    store_four<false>(ring, ring_at<RING, WIDTH>(step, step.position + token, column), x[PAST]);
+  }
   INK_DEVICE void load_others(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
     if (RESIDUAL) old = load_act_four<RESIDUAL == 2>(residual, at(column));
     load_former(column, s);

@@ -85,6 +85,8 @@ INK_DEVICE int tree_place(int lane) {
 //     last(column, s)          the last source
 //     again(column, s)         the same sources, for `loop`; the thread has loaded them before
 //     finish(column, i, s, c, r)  takes c_j = a_ij r_j and r = 1 / rms(out_i)
+// Where WAITS_LATE is set, what `first` and `last` read needs no wait; behind the wait comes
+//     late(column, s)          stores that may not come earlier
 template <int COLUMNS, int N, int M>
 struct Mix {
   static constexpr int SLICES = (COLUMNS + SLICE - 1) / SLICE, ROW_WARPS = SLICES * MIX_WARPS;
@@ -262,6 +264,10 @@ struct Mix {
     return y;
   }
 
+  static INK_DEVICE void wait_for_launches() {
+    pdl_wait();
+    if (TRIGGER == 1) pdl_trigger();
+  }
   static INK_DEVICE void clear(Four (&s)[N], Four (&q)[M]) {
 #pragma unroll
     for (int j = 0; j < N; j++) s[j] = zero_four();
@@ -276,8 +282,7 @@ struct Mix {
     const int tid = threadIdx.x, column = slice * SLICE + 4 * tid;
     const bool is_live = column < COLUMNS;
     if (is_live) inputs.early(column);
-    pdl_wait();
-    if (TRIGGER == 1) pdl_trigger();
+    if (!Inputs::WAITS_LATE || !inputs.has_token()) wait_for_launches();
     if (!inputs.has_token()) return;
     words += (size_t)token * SLICES * WORDS;
     // Only this block writes the words of its slice, so they tell the last launch's number.
@@ -297,6 +302,10 @@ struct Mix {
     const float total = SLICES > 1 ? exchange(sum, words, slice, before, error) : sum;
     if (tid < SUMS) m.weights.totals[tid] = total;
     weigh_all<MIX_WARPS>(m.weights, eps);
+    if constexpr (Inputs::WAITS_LATE) {
+      wait_for_launches();
+      if (is_live) inputs.late(column, s);
+    }
     if (is_live) finish(m.weights, inputs, column, s);
   }
 
@@ -317,8 +326,7 @@ struct Mix {
 #pragma unroll
       for (int r = 0; r < MIX_CLUSTER; r++) cluster_store(to[r] + 4 * sum, value);
     };
-    pdl_wait();
-    if (TRIGGER == 1) pdl_trigger();
+    if (!Inputs::WAITS_LATE || !inputs.has_token()) wait_for_launches();
     cluster_wait();
     if (!inputs.has_token()) return;  // the whole cluster
     Four s[N], q[M];
@@ -340,6 +348,10 @@ struct Mix {
       m.weights.totals[i] = total;
     }
     weigh_all<CLUSTER_WARPS>(m.weights, eps);
+    if constexpr (Inputs::WAITS_LATE) {
+      wait_for_launches();
+      inputs.late(column, s);
+    }
     finish(m.weights, inputs, column, s);
   }
 

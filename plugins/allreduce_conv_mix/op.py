@@ -29,7 +29,7 @@ def _payload(*, partial: Tensor, **_other: object) -> Tensor:
     return partial
 
 
-def _combine(
+def combine(
     payloads: Sequence[Tensor],
     *,
     conv_weight: Tensor,
@@ -48,6 +48,7 @@ def _combine(
     tp_size: int,
     **_other: object,
 ) -> tuple[Tensor, Tensor]:
+    """The two results from the parts of all ranks; see `allreduce_conv_mix`."""
     assert len(payloads) == tp_size, f"{len(payloads)} payloads for {tp_size} ranks"
     x = sum_in_rank_order(payloads, dtype) if tp_size > 1 else payloads[0]
     update = short_conv(x, conv_weight, conv_state, position, num_tokens, slot)
@@ -267,7 +268,7 @@ def cases() -> list[Case]:
     fake=fake,
     cases=cases,
     mutates=("conv_state",),
-    collective=Collective(payload=_payload, combine=_combine),
+    collective=Collective(payload=_payload, combine=combine),
 )
 def allreduce_conv_mix(
     partial: Tensor,
@@ -308,7 +309,7 @@ def allreduce_conv_mix(
     Returns:
         The new residual, `residual_dtype` [T, D], and `dtype` [m, T, D].
     """
-    return _combine(
+    return combine(
         [partial], conv_weight=conv_weight, conv_state=conv_state, position=position,
         num_tokens=num_tokens, slot=slot, residual=residual, sources=sources, queries=queries,
         norm_weights=norm_weights, mix_eps=mix_eps, norm_eps=norm_eps,

@@ -2,8 +2,15 @@
 // its columns of its token's part to all ranks, and waits for those of the up to ROWS tokens that it
 // convolves. Meanwhile it adds up what needs none of them. Rows from num_tokens on are left as they
 // are.
+//
+// SENT: the launch before has sent the parts, this rank's to itself, too (push.cuh). Nothing but
+// their words is waited for until results are stored, and `partial` is not read.
 #include "all_reduce/lamport.cuh"
 #include "allreduce_conv_mix/conv_mix.cuh"
+
+#ifndef SENT
+#define SENT 0
+#endif
 
 // Rows that a thread asks for at once; of many ranks more would not fit its registers.
 constexpr int AT_ONCE = ROWS <= 2 || RANKS <= 4 ? ROWS : 2;
@@ -21,11 +28,17 @@ struct SumOfRanks {
   INK_DEVICE void send(int column) {
     exchange.begin();
     const u64 at = offset(token, column);
+    if constexpr (SENT) {
+      exchange.ready();
+      return;
+    }
     const uint4 part = load_act16((const u8*)parts + at);
     exchange.ready();
     exchange.send16(at, part);
   }
   INK_DEVICE void receive(int column) {
+    // Many rows are not polled while there is nothing to come.
+    if (SENT && ROWS > 1) exchange.await_own(offset(token, column));
 #pragma unroll
     for (int first = 0; first < ROWS; first += AT_ONCE) {
       u64 offsets[AT_ONCE];
@@ -35,9 +48,10 @@ struct SumOfRanks {
       for (int i = 0; i < AT_ONCE; i++) {
         is_wanted[i] = first + i < ROWS && row_of(first + i) >= 0;
         offsets[i] = is_wanted[i] ? offset(row_of(first + i), column) : 0;
-        own[i] = load_act16((const u8*)parts + offsets[i]);
+        own[i] = make_uint4(0, 0, 0, 0);
+        if (!SENT) own[i] = load_act16((const u8*)parts + offsets[i]);
       }
-      exchange.receive16<AT_ONCE>(offsets, is_wanted, own, of_ranks);
+      exchange.receive16<AT_ONCE, SENT>(offsets, is_wanted, own, of_ranks);
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
         const float4 sum = sum_of_ranks(of_ranks[i]);
@@ -49,6 +63,7 @@ struct SumOfRanks {
 
 struct RankedConvMix : ConvMix<SumOfRanks> {
   static_assert(RING_IS_WIDE, "rows are stored while others convolve");
+  static constexpr bool WAITS_LATE = SENT;
 
   INK_DEVICE void first(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
     source.send(column);
@@ -64,7 +79,17 @@ struct RankedConvMix : ConvMix<SumOfRanks> {
       x[i] = four_of(past[i < PAST ? i : 0]);
       if (own >= 0 && token >= back) x[i] = source.sums[own >= 0 ? own : 0];
     }
-    ConvMix<SumOfRanks>::last(column, s);
+    if constexpr (!SENT) {
+      ConvMix<SumOfRanks>::last(column, s);
+    } else {  // nobody else touches the ring
+      s[FORMER] = sum_with_residual();
+      if (!KEEPS_FLOAT32) s[FORMER] = round_four(s[FORMER]);
+      store_in_ring(column);
+    }
+  }
+  // Like all results of a launch, behind the wait.
+  INK_DEVICE void late(int column, const Four (&s)[MIX_SOURCES]) {
+    store_four<KEEPS_FLOAT32>(residual_out, at(column), s[FORMER]);
   }
 };
 
@@ -96,6 +121,7 @@ extern "C" __global__ void MIX_BOUNDS
   // Behind barriers, by the threads that have columns.
   const int threads = min(BLOCK_THREADS, WIDTH / 4 - block * BLOCK_THREADS);
   if (row.has_token() && (int)threadIdx.x < threads)
-    row.source.exchange.end((u32)SumOfRanks::offset(row.step.num_tokens, 0),
-                            row.step.num_tokens * ROW_BLOCKS, threads);
+    row.source.exchange.end(
+        (u32)SumOfRanks::offset(row.step.num_tokens, 0) + (SENT ? FILLED_OWN : 0),
+        row.step.num_tokens * ROW_BLOCKS, threads);
 }

@@ -15,11 +15,18 @@
 // OWN_SCORES: the launch is its own router (own_scores.cuh). By words only.
 // SHARE_ROWS: row tiles that do not go round all blocks are shared by all, unit by unit, and a
 // block each adds up what the others hand to it, by words too. Several tokens only.
+// PUSHES: values go to all ranks at once, see push.cuh; `out` is a table of peers.
 // TRACE: that many clocks of every block, taken by its first thread.
 #include "rows.cuh"
 #include "work.cuh"
 #if OWN_SCORES
 #include "own_scores.cuh"
+#endif
+#ifndef PUSHES
+#define PUSHES 0
+#endif
+#if PUSHES
+#include "all_reduce/push.cuh"
 #endif
 
 #ifndef TRACE
@@ -33,6 +40,7 @@
 #endif
 
 static_assert(!BY_WORDS || HIDDEN_SHARED, "they go to shared memory");
+static_assert(!PUSHES || (TRIGGER == 1 && IS_PARTIAL && !IS_CHUNK), "see push.cuh");
 static_assert(!OWN_SCORES || (BY_WORDS && !IS_CHUNK), "scores are words of all tokens");
 
 // Rows are padded, so that they start in different banks.
@@ -61,6 +69,9 @@ struct Shared {
   u64 first[WARPS][STAGES];  // barriers of the stages, or of the first ones
 #if OWN_SCORES
   OwnScores scores;
+#endif
+#if PUSHES
+  Push push;
 #endif
 };
 
@@ -91,7 +102,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                 bf16* hidden, u64* arrivals,
 #endif
                 void* out, int* error,
-#if IS_CHUNK
+#if IS_CHUNK || PUSHES
                 const int* live_rows,
 #endif
                 int rows, int first
@@ -119,6 +130,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   if (warp < MAX_TOKENS) own_bias = load_bias(bias, lane);
 #endif
   clear_route<THREADS>(sm.route);
+#if PUSHES
+  const Peers* const peers = (const Peers*)out;
+  const Push::Asked asked = Push::asked(peers, error, live_rows);
+  sm.push.keep(asked);
+#endif
   __syncthreads();
   MARK(0);
   wait_and_trigger();
@@ -146,6 +162,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   const int first_expert = HAS_RANK ? load_act_int(rank) * OWN_EXPERTS : 0;
 #if BY_WORDS
   const u32 turn = load_act4(turns + b);
+#endif
+#if PUSHES
+  const u32 push_word = Push::word_of(asked);
 #endif
 #if OWN_SCORES
   touch_scores(words, b);
@@ -206,6 +225,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                      PART_VALUES / 4, b, BLOCKS);
 #endif
   if (tid == 0) turns[b] = turn + 1;  // all have read it
+#endif
+#if PUSHES
+  sm.push.keep(push_word, peers);
 #endif
   weigh(chosen, ROUTE_SCALE, T, sm.route);
 #if !OWN_SCORES
@@ -408,10 +430,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
       sum = s < num_slots ? __fadd_rn(sum, term) : sum;
     }
     const size_t at = (size_t)(first + token) * HIDDEN + (size_t)row_tile * 16 + row;
+#if PUSHES
+    sm.push.send(token, at, sum);
+#else
     if (IS_PARTIAL)
       ((float*)out)[at] = sum;
     else
       ((bf16*)out)[at] = to_bf16(sum);
+#endif
   };
 #pragma unroll 1
   for (int i = threadIdx.x; i < row_tiles * 16 * TOKEN_COLUMNS; i += THREADS) {

@@ -6,9 +6,7 @@
 #define INK_MOE_WORDS_CUH
 #include "all_reduce/peer.cuh"
 
-constexpr u32 EMPTY = 0xFFFFFFFFu;  // two values that no arithmetic yields (NaN is 0x7FFF)
-
-// Whether one of two values is EMPTY, of four words.
+// Whether one of two values is EMPTY, of four words. (A NaN that arithmetic yields is 0x7FFF.)
 INK_DEVICE u32 empty_half(u32 v) {  // nonzero if so: a zero half of ~v borrows
   return (~v - 0x00010001u) & v & 0x80008000u;
 }

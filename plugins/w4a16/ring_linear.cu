@@ -16,8 +16,13 @@
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
 //             cap tanh(. / cap); and the block's largest and its lowest row, per token, for
 //             `sample`
+//   RESULT 3  y float32 to all ranks at once, see push.cuh; y0 is a table of peers
 #include "choice.cuh"
 #include "row_tiles.cuh"
+#if RESULT == 3
+#include "all_reduce/push.cuh"
+static_assert(MATRICES == 1 && TRIGGER == 1, "see push.cuh");
+#endif
 
 #ifndef PACE
 #define PACE 0
@@ -39,6 +44,9 @@ struct Shared {
 #if RESULT == 2
   float best[HEAD_WARPS][MAX_TOKENS];
   int best_row[HEAD_WARPS][MAX_TOKENS];
+#endif
+#if RESULT == 3
+  Push push;
 #endif
 };
 
@@ -140,7 +148,12 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
                 const u8* w6, const u8* w7, const bf16* x0, const bf16* x1, const bf16* x2,
                 const bf16* x3, void* y0, void* y1, void* y2, void* y3, void* y4, void* y5,
                 void* y6, void* y7, float* best, int* best_row, int* error, int num_rows,
-                float cap) {
+                float cap
+#if RESULT == 3
+                ,
+                const int* num_tokens
+#endif
+    ) {
   const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -150,8 +163,18 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
   trigger_first();
   Stream stream = {pointers, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
                    lane};
+#if RESULT == 3
+  const Peers* const peers = (const Peers*)y0;
+  const Push::Asked asked = Push::asked(peers, error, num_tokens);  // in front of large loads
+#endif
   stream.start(error);
+#if RESULT == 3
+  sm.push.keep(asked);
+#endif
   wait_and_trigger();
+#if RESULT == 3
+  const u32 push_word = Push::word_of(asked);
+#endif
 
   Activations<NV> b;
   int input = -1;
@@ -176,6 +199,9 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
     for (int p = 0; p < PARTS; p++) stream.multiply_stage(sum, b.v + p * STAGE_VECTORS, error);
     float* partial = sm.partial[round];
     store_tile(partial + warp * TILE_SUMS, sum, lane);
+#if RESULT == 3
+    if (tile == blockIdx.x) sm.push.keep(push_word, peers);
+#endif
     __syncthreads();
     const int row = place.first + (tid >> 3);
     if (tid < 128 && token < T && row < place.rows) {
@@ -186,6 +212,8 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
       ((bf16*)place.y)[at] = to_bf16(y);
 #elif RESULT == 1
       ((float*)place.y)[at] = y;
+#elif RESULT == 3
+      sm.push.send(token, at, y);
 #else
       float logit = ROUNDED ? round_bf16(y) : y;
       if (CAPPED) logit = tanhf(logit / cap) * cap;

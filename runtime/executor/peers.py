@@ -1,6 +1,6 @@
 """How ranks reach each other: the inbox of every rank, and the table by which kernels find them.
 
-The layouts are those of `plugins/all_reduce/peer.cuh` and `lamport.cuh`. Nothing here needs a GPU.
+The layouts are those of `plugins/all_reduce/push.cuh` and `lamport.cuh`. Nothing here needs a GPU.
 """
 
 from collections.abc import Sequence

@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "perf/kernels"))
 
 from rank_gpu import RankGpus  # noqa: E402
-from ranks import Memory, call_args, conv_mix_args  # noqa: E402
+from ranks import QUERIES, Memory, call_args, conv_mix_args, packed, pair_args, pairs  # noqa: E402
 
 from inkrt.builder.build import build_engine  # noqa: E402
 from inkrt.builder.options import BuildOptions  # noqa: E402
 from inkrt.builder.tactics import find_tactics  # noqa: E402
 from inkrt.errors import DeviceError, EngineMismatchError  # noqa: E402
-from inkrt.plugins.allreduce_conv_mix.op import _combine  # noqa: E402
+from inkrt.plugins.allreduce_conv_mix.op import combine  # noqa: E402
 from inkrt.plugins.registry import plugins  # noqa: E402
 from inkrt.runtime.engine import Engine  # noqa: E402
 from inkrt.runtime.executor import Sampling, StepInput  # noqa: E402
@@ -184,7 +184,7 @@ def test_conv_mix_is_that_of_the_reference(devices: tuple[int, int], num_tokens:
     job = Job(
         gpus, "allreduce_conv_mix", [{**a, "conv_state": a["conv_state"].clone()} for a in args]
     )
-    expected = _combine(parts, **{**shared, "conv_state": shared["conv_state"].clone()})
+    expected = combine(parts, **{**shared, "conv_state": shared["conv_state"].clone()})
     bits: list[bytes] = []
     for number in range(len(job.tactics)):
         for _ in range(5):
@@ -200,6 +200,35 @@ def test_conv_mix_is_that_of_the_reference(devices: tuple[int, int], num_tokens:
                     error = (ours.double() - want.double()).norm() / want.double().norm()
                     assert error < 4e-3
     assert len(set(bits)) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+def test_pairs_that_push_have_the_bits_of_launches_one_by_one(
+    devices: tuple[int, int], num_tokens: int
+) -> None:
+    """In turn with each other, so that own slots of inboxes are filled and emptied."""
+    gpus = RankGpus(devices, 4 * 8 * WIDTH)
+    args = [pair_args(num_tokens, WIDTH, 2, seed) for seed in range(2)]
+    apart, pushed = pairs(args[0])
+    size = 2 * num_tokens * WIDTH
+    memories = [
+        Memory(gpus, rank, packed(of_rank, pushed[0]), [size, QUERIES * size])
+        for rank, of_rank in enumerate(args)
+    ]
+    bits = set()
+    for tactic in (tactic for way in pushed for tactic in (apart[0], way, way, apart[-1], way)):
+        for kernel in tactic.kernels:
+            for rank, memory in enumerate(memories):
+                gpus.launch(rank, kernel, memory.values(kernel))
+        gpus.synchronize()
+        assert [gpus.error(rank) for rank in range(2)] == [0, 0], tactic.name
+        for rank, memory in enumerate(memories):
+            sizes = (size, QUERIES * size)
+            results = zip(memory.outputs, sizes, strict=True)
+            bits.add(b"".join(gpus.get(rank, *result).tobytes() for result in results))
+            for result in zip(memory.outputs, sizes, strict=True):
+                gpus.fill(rank, *result, 0x55)
+        assert len(bits) == 1, tactic.name
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ reference: Philox and the sampling filters are written a second time, in numpy.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -321,6 +322,22 @@ def allreduce_conv_mix(
     return (total, torch.stack(normed)), {"conv_state": mutated["state"]}
 
 
+def linear_conv_mix(x: Tensor, weight: Tensor, tp_size: int, **of_mix: Any) -> Result:
+    (partial,), _ = ORACLES["linear"](x, weight, partial=False)
+    return allreduce_conv_mix(partial, tp_size=tp_size, **of_mix)
+
+
+def moe_conv_mix(**arguments: Any) -> Result:
+    of_moe = {name: arguments.pop(name) for name in _MOE}
+    (partial,), _ = moe(**of_moe, partial=False)
+    return allreduce_conv_mix(partial, **arguments)
+
+
+_MOE = (
+    "x", "router_weight", "router_bias", "gate_up", "gate_up_scales", "gate_up_global_scale",
+    "down", "down_scales", "down_global_scale", "rank", "top_k", "route_scale", "gate_softcap",
+    "up_softcap",
+)  # fmt: skip
 ORACLES_FUSED: dict[str, Oracle] = {
     function.__name__: function
     for function in (
@@ -337,5 +354,7 @@ ORACLES_FUSED: dict[str, Oracle] = {
         lm_head_sample,
         qkv_post,
         allreduce_conv_mix,
+        linear_conv_mix,
+        moe_conv_mix,
     )
 }

@@ -31,20 +31,29 @@ Bytes = NDArray[np.uint8]
 
 
 class SharedMemory:
-    """Memory that child processes share with this one, in aligned pieces."""
+    """Memory that child processes share with this one, in aligned pieces with gaps behind them."""
 
     def __init__(self, size: int = 1 << 24) -> None:
         self._map = mmap.mmap(-1, size)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._used = 0
+        self._gaps: list[Bytes] = []
 
     def empty(self, size: int, fill: int = 0) -> Bytes:
         """A new piece."""
         piece = self._bytes[self._used : self._used + size]
         assert len(piece) == size, "out of memory"
-        self._used += -(-size // 256) * 256
+        end = self._used + size
+        self._used = (end // 256 + 2) * 256
+        self._gaps.append(self._bytes[end : self._used])
+        self._gaps[-1][:] = 0xEE
         piece[:] = fill
         return piece
+
+    def check(self) -> None:
+        """Nobody has written behind a piece."""
+        for number, gap in enumerate(self._gaps):
+            assert (gap == 0xEE).all(), f"overrun of piece {number}"
 
     def put(self, data: NDArray[np.generic]) -> Bytes:
         """A copy of an array."""
@@ -59,6 +68,7 @@ class Ranks:
     Attributes:
         tables: of the ranks that run.
         errors: int32 [1] of each of them.
+        inboxes: of each of them.
 
     Args:
         memory: where all of it goes.
@@ -72,7 +82,7 @@ class Ranks:
     ) -> None:
         numbers = range(num_ranks) if part is None else [part.rank]
         size = inbox_size(slot_bytes, num_ranks)
-        inboxes = [memory.empty(size, EMPTY_BYTE) for _ in numbers]
+        self.inboxes = inboxes = [memory.empty(size, EMPTY_BYTE) for _ in numbers]
         self.errors = [memory.empty(4).view(np.int32) for _ in numbers]
         boxes = [
             Mailbox(inbox.ctypes.data, error.ctypes.data)

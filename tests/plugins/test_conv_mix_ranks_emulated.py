@@ -6,7 +6,7 @@ import torch
 from rank_processes import COMPILER, Emulator, Ranks, SharedMemory, run_kernel, run_ranks
 from torch import Tensor
 
-from inkrt.plugins.allreduce_conv_mix.op import _combine
+from inkrt.plugins.allreduce_conv_mix.op import combine
 from inkrt.plugins.tactic import Float32, Int32, Output, Peers, Pointer, Scratch, Tactic, TensorArg
 
 find_tactics = pytest.importorskip("inkrt.plugins.allreduce_conv_mix.tactics").find_tactics
@@ -76,13 +76,18 @@ class Memory:
             shared.empty(2 * len(arguments["queries"]) * rows * width, 0x11),  # type: ignore[arg-type]
         ]
         self.scratch: dict[str, np.ndarray] = {}
+        self.kinds: dict[str, Scratch] = {}
 
     def prepare(self, tactic: Tactic) -> None:
-        for kernel in tactic.kernels:
-            for param in kernel.params:
-                if isinstance(param, Scratch) and param.name not in self.scratch:
-                    fill = 0x77 if param.fill is None else param.fill
-                    self.scratch[param.name] = self.shared.empty(param.num_bytes, fill)
+        """Scratch that it needs; what another tactic has by the same name must be alike."""
+        for param in (param for kernel in tactic.kernels for param in kernel.params):
+            if not isinstance(param, Scratch):
+                continue
+            if self.kinds.setdefault(param.name, param) != param:
+                raise ValueError(f"{tactic.name}: {param} is {self.kinds[param.name]} already")
+            if param.name not in self.scratch:
+                fill = 0x77 if param.fill is None else param.fill
+                self.scratch[param.name] = self.shared.empty(param.num_bytes, fill)
 
     def values(self, tactic: Tactic, index: int, table: np.ndarray, error: np.ndarray) -> list:
         def value(param: object) -> object:
@@ -140,7 +145,7 @@ def test_ranks_agree_with_the_reference_and_tactics_in_bits(
         assert names == ["push_in_slices", *["push_in_cluster"][:has_cluster], *front]
     state = arguments[0]["conv_state"].clone()  # type: ignore[attr-defined]
     of_one = {**arguments[0], "conv_state": state}
-    expected = _combine([of_rank["partial"] for of_rank in arguments], **of_one)  # type: ignore[arg-type]
+    expected = combine([of_rank["partial"] for of_rank in arguments], **of_one)  # type: ignore[arg-type]
     seen = []
     for tactic in tactics:
         shared = SharedMemory()
@@ -165,6 +170,7 @@ def test_ranks_agree_with_the_reference_and_tactics_in_bits(
                     run_kernel(emulator, kernel, values)
 
         run_ranks(ranks, run)
+        shared.check()
         assert [int(error[0]) for error in places.errors] == [0] * ranks
         first = memories[0][0]
         for of_launch in memories:

@@ -102,7 +102,22 @@ def _linear_group_quantized(xs, weights, codes, scales, global_scales, input_of)
     return outs
 
 
+def _linear_conv_mix(x, weight, tp_size, **of_mix):
+    return OPS["allreduce_conv_mix"](
+        OPS["linear"](x, weight, tp_size > 1), tp_size=tp_size, **of_mix
+    )
+
+
+def _moe_conv_mix(**arguments):
+    names = [argument.name for argument in OPS["moe"]._schema.arguments]
+    of_moe = {name: arguments.pop(name) for name in names if name != "partial"}
+    partial = OPS["moe"](**of_moe, partial=arguments["tp_size"] > 1)
+    return OPS["allreduce_conv_mix"](partial, **arguments)
+
+
 UNFUSED = {
+    "linear_conv_mix": _linear_conv_mix,
+    "moe_conv_mix": _moe_conv_mix,
     "linear_group_quantized": _linear_group_quantized,
     "linear_group": _linear_group,
     "moe": _moe,

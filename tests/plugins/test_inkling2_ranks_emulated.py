@@ -6,9 +6,11 @@ Ranks are processes and threads are fibers; the same engine for the CPU says wha
 import ast
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,13 +60,15 @@ DRAFTER = {
 NEAR = 2e-2
 
 
-def build(folder: Path, target: str) -> Path:
+def build(folder: Path, target: str, **changes: Any) -> Path:
     options = BuildOptions(
         target=target, tp_size=2, max_seq_len=512, weights="dummy", spec="dspark",
         keep_intermediates=True,
     )  # fmt: skip
-    build_engine(folder / "model", folder / target, options)
-    return folder / target
+    options = replace(options, **changes)
+    name = "-".join([target, *map(str, changes.values())])
+    build_engine(folder / "model", folder / name, options)
+    return folder / name
 
 
 class Rank:
@@ -88,7 +92,7 @@ class Rank:
         arena = max(plan.arena_bytes for plan in code.plans.values())
         self.named["arena", ""] = memory.empty(arena, 0x3C)
         self.scratch: dict[str, NDArray[np.uint8]] = {}
-        for step in {name for name, _, _ in (*STEPS, DRAFT)}:
+        for step in {name for name, _, _ in (*STEPS, DRAFT) if name in code.plans}:
             plan = code.plans[step]
             self.scratch[step] = memory.empty(max(plan.scratch_bytes, 16))
             for fill in plan.fills:
@@ -143,7 +147,10 @@ def size_of(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
 
 
-def test_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a model of two layers; what is built of it has sources for code."""
+
     def compile_cubin(source: Path, defines: Sequence[object], _target: str) -> bytes:
         return repr((str(source), tuple(defines))).encode()
 
@@ -153,9 +160,64 @@ def test_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model |= {"num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"]}
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(model))
+    return tmp_path
+
+
+class BothRanks:
+    """Two ranks of an engine that was built for a GPU."""
+
+    def __init__(self, emulator: Emulator, folder: Path) -> None:
+        config, codes = read_config(folder), [read_code(folder, rank) for rank in range(2)]
+        self.memory = memory = SharedMemory(1 << 27)
+        self.plans = codes[0].plans
+        self.ranks = Ranks(memory, 2, slot_bytes(self.plans.values()))
+        self.both = [
+            Rank(emulator, memory, codes[rank], config, rank, self.ranks) for rank in range(2)
+        ]
+        for plan in (self.plans[step] for step, _, _ in (*STEPS, DRAFT) if step in self.plans):
+            for launch in plan.launches:
+                for kernel in launch.kernels:
+                    emulator.library(self.both[0].kernel(plan, kernel))
+
+    def run(self, step: str, tokens: Sequence[int], position: int) -> None:
+        run_ranks(2, lambda rank: self.both[rank].run(step, tokens, position))
+        self.memory.check()
+        assert [int(error[0]) for error in self.ranks.errors] == [0, 0]
+
+
+def test_pushed_sums_have_the_bits_of_others(folder: Path) -> None:
+    """Whole steps, on both ranks: products that send their sums, and mixes that do."""
+    emulator = Emulator(folder)
+    found = []
+    for sums in ("mix", "pushed"):
+        changes = {"sums": sums, "spec": "none", "keep_intermediates": False}
+        engine = BothRanks(emulator, build(folder, "sm_90a", **changes))
+        plan = engine.plans["decode"]
+        ops = Counter(launch.op for launch in plan.launches)
+        exchanges = ("linear", "moe", "allreduce_conv_mix", "linear_conv_mix", "moe_conv_mix")
+        # Behind the last layer there is a mix, too; one product is of no rank's part alone.
+        found.append([ops[name] for name in exchanges])
+        seen: list[Any] = []
+        for step, tokens, position in STEPS:
+            engine.run(step, tokens, position)
+            plan = engine.plans[step]
+            for rank in engine.both:
+                seen += [rank.bytes_of(step, plan.tensors[i]).copy() for i in plan.outputs.values()]
+        for rank in engine.both:
+            seen += [data.copy() for (space, _), data in rank.named.items() if space == "state"]
+        found.append(seen)
+    of_mix, expected, of_pushed, got = found
+    assert of_mix[3:] == [0, 0]
+    assert of_pushed == [of_mix[0] - 2, of_mix[1] - 2, of_mix[2] - 4, 2, 2]
+    assert len(got) == len(expected) > 0
+    for ours, other in zip(got, expected, strict=True):
+        assert np.array_equal(ours, other)
+
+
+def test_steps_are_those_of_the_cpu(folder: Path) -> None:
     expected: list[list[list[torch.Tensor]]] = []
-    with Engine.open(build(tmp_path, "cpu")) as engine, engine.session() as session:
-        engine.executor.observer = lambda _, __, outputs: expected[-1].append(  # type: ignore[attr-defined]
+    with Engine.open(build(folder, "cpu")) as on_cpu, on_cpu.session() as session:
+        on_cpu.executor.observer = lambda _, __, outputs: expected[-1].append(  # type: ignore[attr-defined]
             [x.clone() for x in outputs]
         )
         for _, tokens, _ in STEPS:
@@ -163,19 +225,11 @@ def test_steps_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             session.step(tokens, Sampling())
         expected.append([])
         session.draft(DRAFT[1][0], Sampling(), coupled=True, wants_logits=True)
-    folder = build(tmp_path, "sm_90a")
-    config, codes = read_config(folder), [read_code(folder, rank) for rank in range(2)]
-    memory, emulator = SharedMemory(1 << 27), Emulator(tmp_path)
-    ranks = Ranks(memory, 2, slot_bytes(codes[0].plans.values()))
-    both = [Rank(emulator, memory, codes[rank], config, rank, ranks) for rank in range(2)]
-    for plan in (codes[0].plans[step] for step, _, _ in (*STEPS, DRAFT)):
-        for launch in plan.launches:
-            for kernel in launch.kernels:
-                emulator.library(both[0].kernel(plan, kernel))
+    engine = BothRanks(Emulator(folder), build(folder, "sm_90a"))
+    both = engine.both
     for (step, tokens, position), wanted in zip((*STEPS, DRAFT), expected, strict=True):
-        run_ranks(2, lambda rank, now=(step, tokens, position): both[rank].run(*now))  # type: ignore[misc]
-        assert [int(error[0]) for error in ranks.errors] == [0, 0]
-        plan = codes[0].plans[step]
+        engine.run(step, tokens, position)
+        plan = engine.plans[step]
         for launch, outputs in zip(plan.launches, wanted, strict=True):
             for index, want in zip(launch.outputs, outputs, strict=True):
                 spec = plan.tensors[index]

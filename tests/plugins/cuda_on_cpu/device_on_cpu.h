@@ -83,6 +83,7 @@ static inline void store_relaxed(u64* p, u64 v) {
   *p = v;
 }
 // Of plugins/all_reduce/peer.cuh. Ranks are processes that share memory.
+constexpr u32 EMPTY = 0xFFFFFFFFu;
 static inline uint4 load_inbox16(const void* p) {
   if ((uintptr_t)p % 16) emu::fail("misaligned load");
   emu::yield();
@@ -96,6 +97,9 @@ static inline void store_inbox16(void* p, uint4 v) {
   if ((uintptr_t)p % 16) emu::fail("misaligned store");
   const u32 words[4] = {v.x, v.y, v.z, v.w};
   for (int i = 0; i < 4; i++) __atomic_store_n((u32*)p + i, words[i], __ATOMIC_RELEASE);
+}
+static inline void store_inbox4(void* p, u32 v) {
+  __atomic_store_n((u32*)p, v, __ATOMIC_RELEASE);
 }
 // Of plugins/round/graph.cuh. A handle is the address of its value.
 static inline void set_conditional(u64 handle, int value) {

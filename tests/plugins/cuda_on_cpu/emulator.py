@@ -15,6 +15,8 @@ from inkrt.plugins.tactic import KernelLaunch, Scratch
 
 _HERE = Path(__file__).parent
 _PLUGINS = _HERE.parents[2] / "plugins"
+# Scratch of kernels whose blocks wait for each other.
+_MEETINGS = {"exchange", "mix_exchange", "arrivals", "partials"}
 COMPILER = shutil.which("g++")
 
 
@@ -73,7 +75,7 @@ class Emulator:
         scratch = {param.name for param in kernel.params if isinstance(param, Scratch)}
         library.emu_run(
             *kernel.grid, kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
-            order, int(bool(scratch & {"exchange", "arrivals", "partials"})), pointers,
+            order, int(bool(scratch & _MEETINGS)), pointers,
         )  # fmt: skip
 
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
