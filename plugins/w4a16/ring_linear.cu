@@ -10,7 +10,8 @@
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
 // neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
 // a warp's), STAGES, AHEAD (stages behind them that the L2 is asked for before the wait), PACE (so
-// many of a warp's first stages are on their way at once; 0: all); and what becomes of a product:
+// many stages of the block are on their way at once before the wait; 0: all); and what becomes of a
+// product:
 //   RESULT 0  y bf16
 //   RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
@@ -41,6 +42,7 @@ struct Shared {
   // Of two tiles, so one barrier a tile is enough.
   alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];
   u64 bars[NUM_WARPS * STAGES];
+  u64 started;  // all warps have asked for their first stages
 #if RESULT == 2
   float best[HEAD_WARPS][MAX_TOKENS];
   int best_row[HEAD_WARPS][MAX_TOKENS];
@@ -76,7 +78,7 @@ INK_DEVICE Place place_of(const Pointers& p, int tile) {
 struct Stream {
   const Pointers& pointers;
   u8* ring;
-  u64* bars;
+  u64 *bars, *started;
   int warp, lane;
   // The stage to be requested next: part `part` of tile `tile`.
   int tile = blockIdx.x, part = 0;
@@ -92,9 +94,11 @@ struct Stream {
     if (++part == PARTS) part = 0, tile += gridDim.x;
     return stage;
   }
-  INK_DEVICE void request(int to) {
+  INK_DEVICE void request(int to, bool is_again, int* error) {
     const u8* from = next();
     if (from && lane == 0) {
+      // A warp that waits for a first stage of this one must not find the second there.
+      if (PACE > 0 && is_again) mbar_wait(started, 0, error);
       mbar_expect(bars + to, STAGE_BYTES);
       load_weights(ring + to * STAGE_BYTES, from, STAGE_BYTES, bars + to);
     }
@@ -103,15 +107,20 @@ struct Stream {
     if (lane == 0)
 #pragma unroll
       for (int s = 0; s < STAGES; s++) mbar_init(bars + s, 1);
-    int requested = 0;  // stages
+    if (PACE > 0) {
+      if (threadIdx.x == 0) mbar_init(started, NUM_WARPS);
+      __syncthreads();  // warps wait for each other's stages
+    }
+    u64* const first = bars - warp * STAGES;
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) {
-      // Small loads of other kernels wait behind all that is on its way.
-      if (PACE > 0 && s >= PACE && lane == 0 && s - PACE < requested)
-        mbar_wait(bars + s - PACE, 0, error);
-      if (PACE > 0 && tile < NUM_TILES) requested++;
-      request(s);
+      // Small loads of other kernels, and their code, come behind all that is on its way.
+      const int before = s * NUM_WARPS + warp - PACE;
+      if (PACE > 0 && before >= 0 && tile < NUM_TILES && lane == 0)
+        mbar_wait(first + before % NUM_WARPS * STAGES + before / NUM_WARPS, 0, error);
+      request(s, false, error);
     }
+    if (PACE > 0 && lane == 0) mbar_arrive(started);
     if (AHEAD > 0) {
       const int first_tile = tile, first_part = part;
       const u8* const first_source = source;
@@ -136,7 +145,7 @@ struct Stream {
       multiply(sum, codes, Scales{0, 0}, b[v]);
     }
     __syncwarp();  // all lanes are done with the stage
-    request(slot);
+    request(slot, true, error);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
 };
@@ -161,8 +170,8 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
                              {x0, x1, x2, x3},
                              {y0, y1, y2, y3, y4, y5, y6, y7}};
   trigger_first();
-  Stream stream = {pointers, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
-                   lane};
+  Stream stream = {pointers,    sm.ring + warp * STAGES * STAGE_BYTES,
+                   sm.bars + warp * STAGES, &sm.started, warp, lane};
 #if RESULT == 3
   const Peers* const peers = (const Peers*)y0;
   const Push::Asked asked = Push::asked(peers, error, num_tokens);  // in front of large loads

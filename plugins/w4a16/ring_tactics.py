@@ -109,8 +109,8 @@ class Ring:
         partial = 2 * partial_bytes(padded_width(width), self.warps, num_tokens)
         best = 4 * MAX_TOKENS * 4 if is_head else 0
         return struct_bytes(
-            (self.num_bytes, 128), (partial, 16), (self.warps * self.stages * 8, 8), (best, 4),
-            (best, 4),
+            (self.num_bytes, 128), (partial, 16), (self.warps * self.stages * 8, 8), (8, 8),
+            (best, 4), (best, 4),
         )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def test_groups(
             assert torch.equal(got[:count], expected[:count]), (tactic.name, count)
             assert (got[count:] == -1).all()
     (kernel,) = first.kernels
-    paced = replace(first, kernels=(replace(kernel, defines=(*kernel.defines, ("PACE", 1))),))
+    paced = replace(first, kernels=(replace(kernel, defines=(*kernel.defines, ("PACE", 5))),))
     for tactic in [*others, paced]:
         for got, expected in zip(group.run(emulator, tactic), wide, strict=True):
             assert torch.equal(got, expected), tactic.name
