@@ -1,17 +1,18 @@
 // y = x W^T of one or several bf16 matrices of one width, as one stream of row tiles; T = 1..8.
 //
 // Block b of a grid of at most one block a multiprocessor takes the row tiles b, b + blocks, ... of
-// all matrices one behind the other. Each warp owns VECTORS / NUM_WARPS vectors of K of every tile,
-// which lie together, and a ring of STAGES stages in shared memory that bulk copies of its own
-// fill: up to 192 KB a multiprocessor are on their way before the wait, and no warp waits for
-// another but to add up a tile. A sum depends on K's split alone, and the split on K: it is that of
-// linear.cu.
+// all matrices one behind the other. Each of NUM_WARPS warps owns VECTORS / NUM_WARPS vectors of K
+// of every tile, which lie together, and a ring of STAGES stages in shared memory that bulk copies
+// fill: no warp waits for another but to add up a tile. A sum depends on K's split alone, and the
+// split on K: it is that of linear.cu.
+//
+// One warp more asks for all warps' first stages, up to 192 KB a block. All at once they would be
+// 5.5 us of what the memory gives, and what other kernels ask for meanwhile, their code too, would
+// come behind them. So only PACE stages of the block are on their way until the wait is over.
 //
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
 // neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
-// a warp's), STAGES, AHEAD (stages behind them that the L2 is asked for before the wait), PACE (so
-// many stages of the block are on their way at once before the wait; 0: all); and what becomes of a
-// product:
+// a warp's), STAGES, PACE (0: all are on their way at once); and what becomes of a product:
 //   RESULT 0  y bf16
 //   RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
@@ -25,24 +26,21 @@
 static_assert(MATRICES == 1 && TRIGGER == 1, "see push.cuh");
 #endif
 
-#ifndef PACE
-#define PACE 0
-#endif
-
 static_assert(WEIGHTS == 1, "bf16 weights");
-constexpr int THREADS = NUM_WARPS * 32;
+constexpr int THREADS = (NUM_WARPS + 1) * 32;
 constexpr int TILE_BYTES = VECTORS * CODE_BYTES, STAGE_BYTES = STAGE_VECTORS * CODE_BYTES;
 constexpr int PARTS = NV / STAGE_VECTORS;  // stages of a warp's share of a tile
 constexpr int HEAD_WARPS = 4;              // that have outputs
 static_assert(NV % STAGE_VECTORS == 0, "whole stages");
 static_assert(NUM_WARPS >= HEAD_WARPS, "128 outputs of a tile");
+static_assert(NUM_WARPS * STAGES <= THREADS, "a thread for each barrier");
 
 struct Shared {
   alignas(128) u8 ring[NUM_WARPS * STAGES * STAGE_BYTES];
   // Of two tiles, so one barrier a tile is enough.
   alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];
   u64 bars[NUM_WARPS * STAGES];
-  u64 started;  // all warps have asked for their first stages
+  int is_released;  // the wait is over
 #if RESULT == 2
   float best[HEAD_WARPS][MAX_TOKENS];
   int best_row[HEAD_WARPS][MAX_TOKENS];
@@ -74,64 +72,53 @@ INK_DEVICE Place place_of(const Pointers& p, int tile) {
   return place;
 }
 
+// What the last warp's first lane does.
+INK_DEVICE void request_first(const Pointers& pointers, Shared& sm, int* error) {
+  int asked = 0;
+#pragma unroll 1
+  for (int s = 0; s < STAGES; s++) {
+    const int tile = blockIdx.x + s / PARTS * gridDim.x;
+    if (tile >= NUM_TILES) return;
+    const u8* from = place_of(pointers, tile).weights + s % PARTS * STAGE_BYTES;
+#pragma unroll 1
+    for (int warp = 0; warp < NUM_WARPS; warp++, asked++, from += NV * CODE_BYTES) {
+      if (PACE > 0 && asked >= PACE) {
+        const int before = asked - PACE;
+        u64* const bar = sm.bars + before % NUM_WARPS * STAGES + before / NUM_WARPS;
+        u32 spins = 0;
+        // Behind the wait a barrier may be two stages on: that flag is set before.
+        while (!*(volatile int*)&sm.is_released && !mbar_test(bar, 0))
+          if (++spins == INK_SPIN_LIMIT) report_error(error, ERROR_MBARRIER);
+      }
+      const int slot = warp * STAGES + s;
+      mbar_expect(sm.bars + slot, STAGE_BYTES);
+      load_weights(sm.ring + slot * STAGE_BYTES, from, STAGE_BYTES, sm.bars + slot);
+    }
+  }
+}
+
 // A warp's stages. All lanes call everything in the same order.
 struct Stream {
   const Pointers& pointers;
   u8* ring;
-  u64 *bars, *started;
+  u64* bars;
   int warp, lane;
   // The stage to be requested next: part `part` of tile `tile`.
-  int tile = blockIdx.x, part = 0;
+  int tile = blockIdx.x + STAGES / PARTS * gridDim.x, part = STAGES % PARTS;
   const u8* source = nullptr;
   int slot = 0;  // that is used next
   u32 parity = 0;
 
-  INK_DEVICE const u8* next() {  // null: no more
-    if (tile >= NUM_TILES) return nullptr;
-    if (part == 0) source = place_of(pointers, tile).weights + warp * NV * CODE_BYTES;
-    const u8* stage = source;
+  INK_DEVICE void request(int to) {
+    if (tile >= NUM_TILES) return;
+    if (part == 0 || !source)
+      source = place_of(pointers, tile).weights + warp * NV * CODE_BYTES + part * STAGE_BYTES;
+    if (lane == 0) {
+      mbar_expect(bars + to, STAGE_BYTES);
+      load_weights(ring + to * STAGE_BYTES, source, STAGE_BYTES, bars + to);
+    }
     source += STAGE_BYTES;
     if (++part == PARTS) part = 0, tile += gridDim.x;
-    return stage;
-  }
-  INK_DEVICE void request(int to, bool is_again, int* error) {
-    const u8* from = next();
-    if (from && lane == 0) {
-      // A warp that waits for a first stage of this one must not find the second there.
-      if (PACE > 0 && is_again) mbar_wait(started, 0, error);
-      mbar_expect(bars + to, STAGE_BYTES);
-      load_weights(ring + to * STAGE_BYTES, from, STAGE_BYTES, bars + to);
-    }
-  }
-  INK_DEVICE void start(int* error) {
-    if (lane == 0)
-#pragma unroll
-      for (int s = 0; s < STAGES; s++) mbar_init(bars + s, 1);
-    if (PACE > 0) {
-      if (threadIdx.x == 0) mbar_init(started, NUM_WARPS);
-      __syncthreads();  // warps wait for each other's stages
-    }
-    u64* const first = bars - warp * STAGES;
-#pragma unroll 1
-    for (int s = 0; s < STAGES; s++) {
-      // Small loads of other kernels, and their code, come behind all that is on its way.
-      const int before = s * NUM_WARPS + warp - PACE;
-      if (PACE > 0 && before >= 0 && tile < NUM_TILES && lane == 0)
-        mbar_wait(first + before % NUM_WARPS * STAGES + before / NUM_WARPS, 0, error);
-      request(s, false, error);
-    }
-    if (PACE > 0 && lane == 0) mbar_arrive(started);
-    if (AHEAD > 0) {
-      const int first_tile = tile, first_part = part;
-      const u8* const first_source = source;
-#pragma unroll 1
-      for (int s = 0; s < AHEAD; s++) {
-        const u8* from = next();
-        if (from && lane == 0) bulk_prefetch(from, STAGE_BYTES);
-      }
-      tile = first_tile, part = first_part, source = first_source;
-    }
-    __syncwarp();  // all lanes see the barriers
   }
   INK_DEVICE void multiply_stage(Tile& sum, const Tokens* b, int* error) {
     mbar_wait(bars + slot, parity, error);
@@ -145,7 +132,7 @@ struct Stream {
       multiply(sum, codes, Scales{0, 0}, b[v]);
     }
     __syncwarp();  // all lanes are done with the stage
-    request(slot, true, error);
+    request(slot);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
 };
@@ -170,17 +157,24 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
                              {x0, x1, x2, x3},
                              {y0, y1, y2, y3, y4, y5, y6, y7}};
   trigger_first();
-  Stream stream = {pointers,    sm.ring + warp * STAGES * STAGE_BYTES,
-                   sm.bars + warp * STAGES, &sm.started, warp, lane};
 #if RESULT == 3
   const Peers* const peers = (const Peers*)y0;
   const Push::Asked asked = Push::asked(peers, error, num_tokens);  // in front of large loads
 #endif
-  stream.start(error);
+  if (tid < NUM_WARPS * STAGES) mbar_init(sm.bars + tid, 1);
+  if (tid == 0) sm.is_released = 0;
+  __syncthreads();
+  if (warp == NUM_WARPS) {
+    if (lane == 0) request_first(pointers, sm, error);
+    return;
+  }
 #if RESULT == 3
   sm.push.keep(asked);
 #endif
   wait_and_trigger();
+  if (PACE > 0 && tid == 0) *(volatile int*)&sm.is_released = 1;
+  Stream stream = {pointers, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
+                   lane};
 #if RESULT == 3
   const u32 push_word = Push::word_of(asked);
 #endif

@@ -6,7 +6,7 @@ Packings are those of the other w4a16 kernels. Steps of more than 8 tokens take 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from inkrt.plugins.tactic import Float32, InputPointer, Int32, KernelLaunch, Param, Scratch, Tactic
 from inkrt.plugins.w4a16 import tile_tactics
@@ -28,6 +28,9 @@ from inkrt.plugins.w4a16.shapes import (
 
 MAX_WIDTH = 8192
 _VECTOR_BYTES = 2048  # of 16 rows x 64 k
+# On their way of a block before the wait: with less an H200's memory idles, with more small loads
+# wait (docs/inkling2.md).
+_PACE_BYTES = 32_768
 _MAX_SHARE = 8  # vectors of a warp; their activations live in registers
 _MAX_WARPS = 16
 # Shared memory of a block's ring, best guess first. The rest of a multiprocessor's is for a block
@@ -80,24 +83,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How a block streams; the macros of ring_linear.cu. Only `stages` and `ahead` are choices.
+    """How a block streams; the macros of ring_linear.cu. Only `stages` is a choice.
 
     Attributes:
-        warps: of a block; they split K evenly.
+        warps: of a block that split K evenly; it has one more.
         vectors: of a stage.
         stages: of a warp's ring.
-        ahead: stages behind those that the L2 is asked for before the wait.
     """
 
     warps: int
     vectors: int
     stages: int
-    ahead: int = 0
-
-    @property
-    def name(self) -> str:
-        """Of a tactic."""
-        return f"{self.stages}_{self.ahead}" if self.ahead else str(self.stages)
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +105,7 @@ class Ring:
         partial = 2 * partial_bytes(padded_width(width), self.warps, num_tokens)
         best = 4 * MAX_TOKENS * 4 if is_head else 0
         return struct_bytes(
-            (self.num_bytes, 128), (partial, 16), (self.warps * self.stages * 8, 8), (8, 8),
+            (self.num_bytes, 128), (partial, 16), (self.warps * self.stages * 8, 8), (4, 4),
             (best, 4), (best, 4),
         )  # fmt: skip
 
@@ -126,11 +122,6 @@ def rings(width: int, tiles: int) -> list[Ring]:
     most = -(-tiles // MULTIPROCESSORS) * share // vectors
     stage = warps * vectors * _VECTOR_BYTES
     found = [Ring(warps, vectors, min(most, size // stage)) for size in RING_BYTES]
-    longest = found[0]
-    rest = min(most - longest.stages, longest.stages)
-    # In a long list the first stages matter little.
-    if rest > 0 and most <= 4 * longest.stages:
-        found.insert(1, replace(longest, ahead=rest))
     return list(dict.fromkeys(found))
 
 
@@ -174,7 +165,7 @@ def linear_group(num_tokens: int, group: Group, *, weight: str) -> list[Tactic]:
     check_tokens("ring_linear", num_tokens)
     return [
         _tactic(
-            f"ring_{ring.name}",
+            f"ring_{ring.stages}",
             num_tokens,
             group,
             (_kernel(num_tokens, group.sorted(), ring, [("RESULT", int(group.is_float))]),),
@@ -216,7 +207,7 @@ def lm_head_sample(
     best = candidates(num_tokens, blocks)
     return [
         _tactic(
-            f"ring_head_{ring.name}",
+            f"ring_head_{ring.stages}",
             num_tokens,
             group,
             (_kernel(num_tokens, group, ring, macros, cap=cap, best=best), last),
@@ -251,10 +242,10 @@ def _kernel(
             ("MATRICES", len(group.rows)), ("ROWS", _listed(group.rows)),
             ("INPUTS", len(group.inputs)), ("INPUT_OF", _listed(group.input_of)),
             ("DIM_K", group.width), ("NUM_WARPS", ring.warps), ("STAGE_VECTORS", ring.vectors),
-            ("STAGES", ring.stages), ("AHEAD", ring.ahead), *macros, *variant(_DIMS, num_tokens),
+            ("STAGES", ring.stages), ("PACE", _PACE_BYTES // (_VECTOR_BYTES * ring.vectors)), *macros, *variant(_DIMS, num_tokens),
         ],
         blocks=min(group.tiles, MULTIPROCESSORS),
-        threads=32 * ring.warps,
+        threads=32 * (ring.warps + 1),
         # More than half of a multiprocessor's: no two blocks share one while another idles.
         smem=max(check_smem("ring_linear", smem), LARGE_BLOCK),
         params=params_of(

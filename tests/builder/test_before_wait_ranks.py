@@ -70,7 +70,8 @@ def test_pairs_that_push_read_early_what_is_older_than_the_sender(num_tokens: in
         sender, receiver = tactic.kernels
         # Else the receiver could start while older launches still run.
         assert dict(sender.defines)["TRIGGER"] == 1
-        assert {p for p in touched(sender) if not isinstance(p, Peers)} == {Pointer("weight")}
+        early = {p for p in touched(sender) if not isinstance(p, Peers)} - {ERROR}
+        assert early == {Pointer("weight")}
         early = touched(receiver)
         assert Pointer("sources", 1) in early  # it does not wait for them
         # As of any kernel.

@@ -123,8 +123,9 @@ def test_groups(
             assert torch.equal(got[:count], expected[:count]), (tactic.name, count)
             assert (got[count:] == -1).all()
     (kernel,) = first.kernels
-    paced = replace(first, kernels=(replace(kernel, defines=(*kernel.defines, ("PACE", 5))),))
-    for tactic in [*others, paced]:
+    macros = [dict(kernel.defines) | {"PACE": pace} for pace in (0, 1, 5)]
+    paced = [replace(first, kernels=(replace(kernel, defines=tuple(m.items())),)) for m in macros]
+    for tactic in [*others, *paced]:
         for got, expected in zip(group.run(emulator, tactic), wide, strict=True):
             assert torch.equal(got, expected), tactic.name
 

@@ -255,12 +255,17 @@ static inline void emu_land(const void* bar) {
   b->on_their_way.erase(found);
   emu_complete(b, bar);
 }
-static inline void mbar_wait(u64* bar, u32 parity, int*) {
+// Others go on before the answer.
+static inline bool mbar_test(u64* bar, u32 parity) {
   auto& known = emu::current->block->mbarriers;
   if (!known.count(bar)) emu::fail("wait on a barrier that is not initialized");
-  while ((std::get<3>(known.at(bar)) & 1) == parity) {
-    emu_land(bar);
-    emu::yield();
+  if ((std::get<3>(known.at(bar)) & 1) != parity) return true;
+  emu_land(bar);
+  emu::yield();
+  return false;
+}
+static inline void mbar_wait(u64* bar, u32 parity, int*) {
+  while (!mbar_test(bar, parity)) {
   }
 }
 static inline void bulk_load(void* to, const void* from, u32 num_bytes, u64* bar) {
