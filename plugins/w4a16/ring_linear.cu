@@ -1,14 +1,16 @@
 // y = x W^T of one or several bf16 matrices of one width, as one stream of row tiles; T = 1..8.
 //
 // Block b of a grid of at most one block a multiprocessor takes the row tiles b, b + blocks, ... of
-// all matrices one behind the other. Each of NUM_WARPS warps owns VECTORS / NUM_WARPS vectors of K
-// of every tile, which lie together, and a ring of STAGES stages in shared memory that bulk copies
-// fill: no warp waits for another but to add up a tile. A sum depends on K's split alone, and the
-// split on K: it is that of linear.cu.
+// all matrices one behind the other. Each warp owns VECTORS / NUM_WARPS vectors of K of every tile,
+// which lie together, and a ring of STAGES stages in shared memory that bulk copies of its own fill:
+// no warp waits for another but to add up a tile. A sum depends on K's split alone, and the split
+// on K: it is that of linear.cu.
 //
-// One warp more asks for all warps' first stages, up to 192 KB a block. All at once they would be
-// 5.5 us of what the memory gives, and what other kernels ask for meanwhile, their code too, would
-// come behind them. So only PACE stages of the block are on their way until the wait is over.
+// The first warp asks for all warps' first stages, up to 192 KB a block. All at once they would be
+// 5.5 us of what the memory gives, and what is asked for meanwhile, activations and code of other
+// kernels and of this one, would come behind them. So PACE stages of the block are on their way at
+// once, about as many as keep the memory busy. That warp comes later to the wait than others; it
+// costs nothing, as the rings have work for the memory meanwhile.
 //
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
 // neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
@@ -27,7 +29,7 @@ static_assert(MATRICES == 1 && TRIGGER == 1, "see push.cuh");
 #endif
 
 static_assert(WEIGHTS == 1, "bf16 weights");
-constexpr int THREADS = (NUM_WARPS + 1) * 32;
+constexpr int THREADS = NUM_WARPS * 32;
 constexpr int TILE_BYTES = VECTORS * CODE_BYTES, STAGE_BYTES = STAGE_VECTORS * CODE_BYTES;
 constexpr int PARTS = NV / STAGE_VECTORS;  // stages of a warp's share of a tile
 constexpr int HEAD_WARPS = 4;              // that have outputs
@@ -40,7 +42,7 @@ struct Shared {
   // Of two tiles, so one barrier a tile is enough.
   alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];
   u64 bars[NUM_WARPS * STAGES];
-  int is_released;  // the wait is over
+  u64 started;  // all first stages are on their way
 #if RESULT == 2
   float best[HEAD_WARPS][MAX_TOKENS];
   int best_row[HEAD_WARPS][MAX_TOKENS];
@@ -72,52 +74,49 @@ INK_DEVICE Place place_of(const Pointers& p, int tile) {
   return place;
 }
 
-// What the last warp's first lane does.
+// What the first thread does.
 INK_DEVICE void request_first(const Pointers& pointers, Shared& sm, int* error) {
   int asked = 0;
 #pragma unroll 1
   for (int s = 0; s < STAGES; s++) {
     const int tile = blockIdx.x + s / PARTS * gridDim.x;
-    if (tile >= NUM_TILES) return;
+    if (tile >= NUM_TILES) break;
     const u8* from = place_of(pointers, tile).weights + s % PARTS * STAGE_BYTES;
 #pragma unroll 1
     for (int warp = 0; warp < NUM_WARPS; warp++, asked++, from += NV * CODE_BYTES) {
-      if (PACE > 0 && asked >= PACE) {
-        const int before = asked - PACE;
-        u64* const bar = sm.bars + before % NUM_WARPS * STAGES + before / NUM_WARPS;
-        u32 spins = 0;
-        // Behind the wait a barrier may be two stages on: that flag is set before.
-        while (!*(volatile int*)&sm.is_released && !mbar_test(bar, 0))
-          if (++spins == INK_SPIN_LIMIT) report_error(error, ERROR_MBARRIER);
-      }
+      const int before = asked - PACE;
+      if (PACE > 0 && before >= 0)
+        mbar_wait(sm.bars + before % NUM_WARPS * STAGES + before / NUM_WARPS, 0, error);
       const int slot = warp * STAGES + s;
       mbar_expect(sm.bars + slot, STAGE_BYTES);
       load_weights(sm.ring + slot * STAGE_BYTES, from, STAGE_BYTES, sm.bars + slot);
     }
   }
+  mbar_arrive(&sm.started);
 }
 
 // A warp's stages. All lanes call everything in the same order.
 struct Stream {
   const Pointers& pointers;
+  Shared& sm;
   u8* ring;
   u64* bars;
   int warp, lane;
   // The stage to be requested next: part `part` of tile `tile`.
   int tile = blockIdx.x + STAGES / PARTS * gridDim.x, part = STAGES % PARTS;
-  const u8* source = nullptr;
   int slot = 0;  // that is used next
   u32 parity = 0;
 
-  INK_DEVICE void request(int to) {
+  INK_DEVICE void request(int to, int* error) {
     if (tile >= NUM_TILES) return;
-    if (part == 0 || !source)
-      source = place_of(pointers, tile).weights + warp * NV * CODE_BYTES + part * STAGE_BYTES;
     if (lane == 0) {
+      // Whoever waits for a first stage must not find that the barrier is two stages on.
+      mbar_wait(&sm.started, 0, error);
       mbar_expect(bars + to, STAGE_BYTES);
-      load_weights(ring + to * STAGE_BYTES, source, STAGE_BYTES, bars + to);
+      const int vector = warp * NV + part * STAGE_VECTORS;
+      const u8* from = place_of(pointers, tile).weights + vector * CODE_BYTES;
+      load_weights(ring + to * STAGE_BYTES, from, STAGE_BYTES, bars + to);
     }
-    source += STAGE_BYTES;
     if (++part == PARTS) part = 0, tile += gridDim.x;
   }
   INK_DEVICE void multiply_stage(Tile& sum, const Tokens* b, int* error) {
@@ -132,7 +131,7 @@ struct Stream {
       multiply(sum, codes, Scales{0, 0}, b[v]);
     }
     __syncwarp();  // all lanes are done with the stage
-    request(slot);
+    request(slot, error);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
 };
@@ -162,18 +161,14 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
   const Push::Asked asked = Push::asked(peers, error, num_tokens);  // in front of large loads
 #endif
   if (tid < NUM_WARPS * STAGES) mbar_init(sm.bars + tid, 1);
-  if (tid == 0) sm.is_released = 0;
+  if (tid == 0) mbar_init(&sm.started, 1);
   __syncthreads();
-  if (warp == NUM_WARPS) {
-    if (lane == 0) request_first(pointers, sm, error);
-    return;
-  }
+  if (tid == 0) request_first(pointers, sm, error);
 #if RESULT == 3
   sm.push.keep(asked);
 #endif
   wait_and_trigger();
-  if (PACE > 0 && tid == 0) *(volatile int*)&sm.is_released = 1;
-  Stream stream = {pointers, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
+  Stream stream = {pointers, sm, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
                    lane};
 #if RESULT == 3
   const u32 push_word = Push::word_of(asked);

@@ -86,7 +86,7 @@ class Ring:
     """How a block streams; the macros of ring_linear.cu. Only `stages` is a choice.
 
     Attributes:
-        warps: of a block that split K evenly; it has one more.
+        warps: of a block; they split K evenly.
         vectors: of a stage.
         stages: of a warp's ring.
     """
@@ -105,7 +105,7 @@ class Ring:
         partial = 2 * partial_bytes(padded_width(width), self.warps, num_tokens)
         best = 4 * MAX_TOKENS * 4 if is_head else 0
         return struct_bytes(
-            (self.num_bytes, 128), (partial, 16), (self.warps * self.stages * 8, 8), (4, 4),
+            (self.num_bytes, 128), (partial, 16), (self.warps * self.stages * 8, 8), (8, 8),
             (best, 4), (best, 4),
         )  # fmt: skip
 
@@ -245,7 +245,7 @@ def _kernel(
             ("STAGES", ring.stages), ("PACE", _PACE_BYTES // (_VECTOR_BYTES * ring.vectors)), *macros, *variant(_DIMS, num_tokens),
         ],
         blocks=min(group.tiles, MULTIPROCESSORS),
-        threads=32 * (ring.warps + 1),
+        threads=32 * ring.warps,
         # More than half of a multiprocessor's: no two blocks share one while another idles.
         smem=max(check_smem("ring_linear", smem), LARGE_BLOCK),
         params=params_of(
