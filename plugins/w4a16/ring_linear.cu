@@ -6,15 +6,15 @@
 // no warp waits for another but to add up a tile. A sum depends on K's split alone, and the split
 // on K: it is that of linear.cu.
 //
-// The first warp asks for all warps' first stages, up to 192 KB a block. All at once they would be
-// 5.5 us of what the memory gives, and what is asked for meanwhile, activations and code of other
-// kernels and of this one, would come behind them. So PACE stages of the block are on their way at
-// once, about as many as keep the memory busy. That warp comes later to the wait than others; it
-// costs nothing, as the rings have work for the memory meanwhile.
+// Up to 192 KB a multiprocessor are asked for before the wait. All at once they would be 5.5 us of
+// what the memory gives, and what is asked for meanwhile, activations and code of other kernels,
+// would come behind them. So PACE stages of the block are on their way at once, about as many as
+// keep the memory busy; and the last LATE of a warp's first stages are asked for behind the wait and
+// the activations, which they are to fill the time of.
 //
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
 // neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
-// a warp's), STAGES, PACE (0: all are on their way at once); and what becomes of a product:
+// a warp's), STAGES, PACE (0: no bound), LATE (below STAGES); and what becomes of a product:
 //   RESULT 0  y bf16
 //   RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
@@ -35,14 +35,14 @@ constexpr int PARTS = NV / STAGE_VECTORS;  // stages of a warp's share of a tile
 constexpr int HEAD_WARPS = 4;              // that have outputs
 static_assert(NV % STAGE_VECTORS == 0, "whole stages");
 static_assert(NUM_WARPS >= HEAD_WARPS, "128 outputs of a tile");
-static_assert(NUM_WARPS * STAGES <= THREADS, "a thread for each barrier");
+static_assert(LATE < STAGES, "some are asked for early");
 
 struct Shared {
   alignas(128) u8 ring[NUM_WARPS * STAGES * STAGE_BYTES];
   // Of two tiles, so one barrier a tile is enough.
   alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];
   u64 bars[NUM_WARPS * STAGES];
-  u64 started;  // all first stages are on their way
+  u64 started;  // all warps have asked for their early stages
 #if RESULT == 2
   float best[HEAD_WARPS][MAX_TOKENS];
   int best_row[HEAD_WARPS][MAX_TOKENS];
@@ -74,27 +74,6 @@ INK_DEVICE Place place_of(const Pointers& p, int tile) {
   return place;
 }
 
-// What the first thread does.
-INK_DEVICE void request_first(const Pointers& pointers, Shared& sm, int* error) {
-  int asked = 0;
-#pragma unroll 1
-  for (int s = 0; s < STAGES; s++) {
-    const int tile = blockIdx.x + s / PARTS * gridDim.x;
-    if (tile >= NUM_TILES) break;
-    const u8* from = place_of(pointers, tile).weights + s % PARTS * STAGE_BYTES;
-#pragma unroll 1
-    for (int warp = 0; warp < NUM_WARPS; warp++, asked++, from += NV * CODE_BYTES) {
-      const int before = asked - PACE;
-      if (PACE > 0 && before >= 0)
-        mbar_wait(sm.bars + before % NUM_WARPS * STAGES + before / NUM_WARPS, 0, error);
-      const int slot = warp * STAGES + s;
-      mbar_expect(sm.bars + slot, STAGE_BYTES);
-      load_weights(sm.ring + slot * STAGE_BYTES, from, STAGE_BYTES, sm.bars + slot);
-    }
-  }
-  mbar_arrive(&sm.started);
-}
-
 // A warp's stages. All lanes call everything in the same order.
 struct Stream {
   const Pointers& pointers;
@@ -103,21 +82,39 @@ struct Stream {
   u64* bars;
   int warp, lane;
   // The stage to be requested next: part `part` of tile `tile`.
-  int tile = blockIdx.x + STAGES / PARTS * gridDim.x, part = STAGES % PARTS;
+  int tile = blockIdx.x, part = 0;
   int slot = 0;  // that is used next
   u32 parity = 0;
 
-  INK_DEVICE void request(int to, int* error) {
+  INK_DEVICE void request(int to) {
     if (tile >= NUM_TILES) return;
     if (lane == 0) {
-      // Whoever waits for a first stage must not find that the barrier is two stages on.
-      mbar_wait(&sm.started, 0, error);
       mbar_expect(bars + to, STAGE_BYTES);
       const int vector = warp * NV + part * STAGE_VECTORS;
       const u8* from = place_of(pointers, tile).weights + vector * CODE_BYTES;
       load_weights(ring + to * STAGE_BYTES, from, STAGE_BYTES, bars + to);
     }
     if (++part == PARTS) part = 0, tile += gridDim.x;
+  }
+  INK_DEVICE void begin(int* error) {
+    if (lane == 0)
+#pragma unroll
+      for (int s = 0; s < STAGES; s++) mbar_init(bars + s, 1);
+    if (threadIdx.x == 0) mbar_init(&sm.started, NUM_WARPS);
+    __syncthreads();  // warps wait for each other's stages
+#pragma unroll 1
+    for (int s = 0; s < STAGES - LATE; s++) {
+      const int before = s * NUM_WARPS + warp - PACE;
+      if (PACE > 0 && before >= 0 && tile < NUM_TILES && lane == 0)
+        mbar_wait(sm.bars + before % NUM_WARPS * STAGES + before / NUM_WARPS, 0, error);
+      request(s);
+    }
+    if (lane == 0) mbar_arrive(&sm.started);
+    __syncwarp();
+  }
+  INK_DEVICE void request_late() {
+#pragma unroll 1
+    for (int s = STAGES - LATE; s < STAGES; s++) request(s);
   }
   INK_DEVICE void multiply_stage(Tile& sum, const Tokens* b, int* error) {
     mbar_wait(bars + slot, parity, error);
@@ -131,7 +128,9 @@ struct Stream {
       multiply(sum, codes, Scales{0, 0}, b[v]);
     }
     __syncwarp();  // all lanes are done with the stage
-    request(slot, error);
+    // Whoever waits for an early stage must not find that its barrier is two stages on.
+    if (PACE > 0 && lane == 0) mbar_wait(&sm.started, 0, error);
+    request(slot);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
 };
@@ -156,20 +155,17 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
                              {x0, x1, x2, x3},
                              {y0, y1, y2, y3, y4, y5, y6, y7}};
   trigger_first();
+  Stream stream = {pointers, sm, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
+                   lane};
 #if RESULT == 3
   const Peers* const peers = (const Peers*)y0;
   const Push::Asked asked = Push::asked(peers, error, num_tokens);  // in front of large loads
 #endif
-  if (tid < NUM_WARPS * STAGES) mbar_init(sm.bars + tid, 1);
-  if (tid == 0) mbar_init(&sm.started, 1);
-  __syncthreads();
-  if (tid == 0) request_first(pointers, sm, error);
+  stream.begin(error);
 #if RESULT == 3
   sm.push.keep(asked);
 #endif
   wait_and_trigger();
-  Stream stream = {pointers, sm, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
-                   lane};
 #if RESULT == 3
   const u32 push_word = Push::word_of(asked);
 #endif
@@ -192,6 +188,7 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
         if (input == i) x = pointers.x[i];
       load_rows(b, x, warp * NV, lane, T);
     }
+    if (LATE > 0 && tile == blockIdx.x) stream.request_late();
     Tile sum = zero_tile();
 #pragma unroll
     for (int p = 0; p < PARTS; p++) stream.multiply_stage(sum, b.v + p * STAGE_VECTORS, error);
