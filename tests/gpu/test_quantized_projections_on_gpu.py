@@ -9,9 +9,9 @@ from inkrt.commands.launch_parity import compare_launches
 
 pytestmark = pytest.mark.gpu
 
-# As of the engine with plain projections: products in another order, and experts that rounding
-# decides between.
-NEAR, TYPICAL = 2e-2, 3e-2
+# Products in another order. From the first router on rounding decides between experts that are as
+# good as each other, here more often than with plain projections: one such row of 50 is 5e-2 of all.
+NEAR, TYPICAL = 2e-2, 6e-2
 
 
 @pytest.fixture(scope="module", params=["mxfp8", "nvfp4"])
@@ -39,7 +39,7 @@ def test_every_launch_is_near_the_cpu(engines, tokens, before, width):
     )
     assert any(d.op == "linear_group_quantized" for d in distances)
     first_moe = next(d.launch for d in distances if d.op == "moe")
-    in_front = [d for d in distances if d.launch <= first_moe]
+    in_front = [d for d in distances if d.launch < first_moe]
     far = [d for d in in_front if d.relative_error > NEAR]
     assert not far, far
     errors = [d.relative_error for d in distances]
