@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inkrt.plugins.all_gather.tactics import gather
+from inkrt.plugins.all_reduce.launches import ERROR
 from inkrt.plugins.all_reduce.tactics import find_tactics as all_reduce
 from inkrt.plugins.linear_conv_mix.tactics import find_tactics as linear_conv_mix
 from inkrt.plugins.moe_conv_mix.tactics import find_tactics as moe_conv_mix

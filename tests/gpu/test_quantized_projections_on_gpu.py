@@ -10,7 +10,7 @@ from inkrt.commands.launch_parity import compare_launches
 pytestmark = pytest.mark.gpu
 
 # Products in another order. From the first router on rounding decides between experts that are as
-# good as each other, here more often than with plain projections: one such row of 50 is 5e-2 of all.
+# good as each other, more often than with plain projections: one such row of 50 is 5e-2 of all.
 NEAR, TYPICAL = 2e-2, 6e-2
 
 
