@@ -38,13 +38,6 @@ static_assert(!OWN_SCORES || (BY_WORDS && !IS_CHUNK), "scores are words of all t
 // Rows are padded, so that they start in different banks.
 constexpr int Z_STRIDE = HIDDEN + 8, HIDDEN_STRIDE = DOWN_VECTORS * VECTOR_K + 8;
 using Partial = float[TOKEN_COLUMNS * TOP_K * PARTS * 16];  // [token][slot][part][row]
-// What the choice is made of, before there are sums.
-struct Choosing {
-#if OWN_SCORES && !ONE_TOKEN
-  alignas(16) float scores[TOKENS * EXPERTS];
-#endif
-  Candidates candidates;
-};
 struct Shared {
   alignas(128) u8 stages[WARPS][STAGES * STAGE_BYTES];
   union {
@@ -57,7 +50,7 @@ struct Shared {
   };
   union {
     alignas(16) float sums[SUM_BUFFERS][TURNS][WARPS][TILE_SUMS];
-    Choosing choosing;
+    Candidates candidates;  // before there are sums
 #if HIDDEN_SHARED
     alignas(16) Partial partial[MOST_ROW_TILES];
 #endif
@@ -118,11 +111,11 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     down_unit *= load_weight_float(down_scale + tid);
   }
   const PerExpert own_bias = load_bias(bias);
-  Candidates& candidates = sm.choosing.candidates;
+  Candidates& candidates = sm.candidates;
   clear_route(candidates, sm.route);
   const Route& choice = sm.route;
   Work work(gate_up, down, choice, b, warp);
-  Piece my_piece;
+  Piece my_piece = {down, 0, 0, 0};  // of stage `lane`
   if (IS_KNOWN) my_piece = work.piece(lane);
   __syncthreads();
   MARK(0);
@@ -159,39 +152,35 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   z_rows.store(sm.z, Z_STRIDE, T);  // now, as it stands in registers
 #if ONE_TOKEN
   send_scores(sm.scores, &sm.stages[0][0], share, own_scores, b, error);
-  static_assert(LANE_EXPERTS == 1, "a warp has 32 scores");
-  PerExpert score;
-  if (warp < CHOICE_WARPS) score.value[0] = receive_score(own_scores, warp, lane, error);
 #else
   __syncthreads();
   send_scores(sm.scores, &sm.stages[0][0], {sm.z, Z_STRIDE}, own_scores, b, error);
-  receive_scores(sm.choosing.scores, own_scores, error);
-  PerExpert score;
-#pragma unroll
-  for (int i = 0; i < LANE_EXPERTS; i++)
-    if (token_of_warp() < T && first_of_lane() + i < EXPERTS)
-      score.value[i] = sm.choosing.scores[token_of_warp() * EXPERTS + first_of_lane() + i];
 #endif
+  PerExpert score;
+  if (token_of_warp() < T) score = receive_scores(own_scores + token_of_warp() * EXPERTS, error);
 #endif
   MARK(2);
   top_experts(score, own_bias, first_expert, T, candidates, sm.route);
   Stages<STAGES, STAGE_BYTES, BY_BULK, MANY_STAGES, Work> stages = {sm.stages[warp],
                                                                     sm.first[warp], lane, work};
-  Source source = {nullptr, 0};  // of stage `lane`
+  Source source;
   if (IS_KNOWN) source = my_piece.of(expert_of_slot(candidates, my_piece.u));
   const Choice chosen = load_choice(own_scores, T, candidates);
   if (!IS_KNOWN) {
-    route(gate_unit, down_unit, candidates, sm.route);
-    work.count(choice.num_experts);
-    if (lane < STAGES) source = work.source(lane);
+    work.count(route(gate_unit, down_unit, candidates, sm.route));
+    if (lane < STAGES) my_piece = work.piece(lane);
+    __syncthreads();
+    source = my_piece.of(choice.expert[my_piece.u]);
   }
   MARK(3);
   stages.begin(source);
   MARK(4);
-  if (IS_KNOWN)
+  if (IS_KNOWN) {
     route(gate_unit, down_unit, candidates, sm.route);
-  else
+    __syncthreads();
+  } else {
     stages.know(STAGES);
+  }
   const int own = work.own, end = work.end;
   const int my_tile = work.my_tile, my_slice = work.my_slice, my_vectors = work.my_vectors;
 #if BY_WORDS

@@ -7,15 +7,15 @@
 
 constexpr int SLOTS = MAX_TOKENS * TOP_K;
 constexpr int WORDS = (OWN_EXPERTS + 31) / 32;
-// All warps make the choice: CHOICE_WARPS share a token's experts, LANE_EXPERTS in a row a lane.
-constexpr int MOST_WARPS = WARPS / TOKENS;
-constexpr int CHOICE_WARPS = MOST_WARPS < (EXPERTS + 31) / 32 ? MOST_WARPS : (EXPERTS + 31) / 32;
-constexpr int LANE_EXPERTS = (EXPERTS + CHOICE_WARPS * 32 - 1) / (CHOICE_WARPS * 32);
+// CHOICE_WARPS share the choice of a token's experts, LANE_EXPERTS in a row a lane.
+constexpr int LANE_EXPERTS = EXPERTS > 384 ? 8 : 4;
+constexpr int CHOICE_WARPS = (EXPERTS + LANE_EXPERTS * 32 - 1) / (LANE_EXPERTS * 32);
 constexpr int CANDIDATES = CHOICE_WARPS * TOP_K;  // of a token
 static_assert(EXPERTS <= 512 && OWN_EXPERTS <= EXPERTS, "at most 512 experts");
 static_assert(HAS_RANK || OWN_EXPERTS == EXPERTS, "all experts, or some of them");
 static_assert(TOP_K <= 8 && TOP_K <= EXPERTS, "at most 8 experts a token");
-static_assert(WORDS < WARPS, "a warp for each word, and one for them all");
+static_assert(WORDS <= WARPS, "a warp for each word");
+static_assert(CHOICE_WARPS * TOKENS <= WARPS && CANDIDATES <= WARPS, "a warp for each");
 constexpr u8 NO_SLOT = 255;
 
 // A token's slots are its experts of this rank in rising order; "own" numbers count from the rank's
@@ -24,7 +24,6 @@ struct Route {
   float weight[MAX_TOKENS][TOP_K];  // of each slot
   float gate_unit[SLOTS], down_unit[SLOTS];  // of each distinct expert: what a sum is multiplied by
   u32 bits[WORDS];
-  int num_experts;        // distinct
   u16 expert[SLOTS];      // own numbers of the distinct experts, rising
   u8 slot[SLOTS][MAX_TOKENS];  // of a distinct expert for a token, or NO_SLOT
   u8 index[MAX_TOKENS][TOP_K];  // distinct expert of a slot
@@ -89,18 +88,14 @@ INK_DEVICE void clear_route(Candidates& c, Route& r) {
   if (tid < SLOTS) (&r.index[0][0])[tid] = 0;  // slots that are not there are read, too
 }
 
-// The choice of T tokens by all warps: the best TOP_K of every warp's experts are candidates, in
-// falling order; a candidate's rank is the number of better ones of its token, which COMPARERS
-// threads count. Of two equal keys the one of the lower place has the lower id. Gives `best`, and
-// the bits of the route. All threads; contains block barriers, also at the end.
+// The choice of T tokens. The best TOP_K of a warp's experts are candidates, in falling order; a
+// candidate's rank is the number of better ones of its token, which a warp counts. Of two equal
+// keys the one of the lower place has the lower id. Gives `best`, and the bits of the route. All
+// threads; contains block barriers, also at the end.
 INK_DEVICE void top_experts(const PerExpert& score, const PerExpert& bias, int first_expert, int T,
                             Candidates& c, Route& r) {
-  constexpr int ALL = TOKENS * CANDIDATES, THREADS = WARPS * 32;
-  constexpr int COMPARERS = ALL * 8 <= THREADS ? 8 : ALL * 4 <= THREADS ? 4 : 2;
-  static_assert(ALL * COMPARERS <= THREADS, "threads for each candidate");
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const int token = token_of_warp();
-  if (token < T && token < TOKENS) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = token_of_warp();
+  if (token < T) {
     u32 key[LANE_EXPERTS];
     int id[LANE_EXPERTS];
 #pragma unroll
@@ -108,7 +103,7 @@ INK_DEVICE void top_experts(const PerExpert& score, const PerExpert& bias, int f
       id[i] = first_of_lane() + i;
       key[i] = id[i] < EXPERTS ? ordered(score.value[i] + bias.value[i]) : 0;
     }
-    // In falling order, of equal ones the lower id first: then a round is about the first ones.
+    // In falling order, of equal ones the lower id first: a round is about the lanes' first ones.
 #pragma unroll
     for (int n = LANE_EXPERTS - 1; n > 0; n--)
 #pragma unroll
@@ -139,23 +134,19 @@ INK_DEVICE void top_experts(const PerExpert& score, const PerExpert& bias, int f
     }
   }
   __syncthreads();
-  const int number = tid / COMPARERS, first = tid % COMPARERS;
-  const int of = min(number, ALL - 1) / CANDIDATES, place = min(number, ALL - 1) % CANDIDATES;
-  const u32 own = c.key[of][place];
-  int better = 0;
+  int rank = TOP_K;  // lane t: of candidate `warp` of token t
 #pragma unroll
-  for (int n = 0; n < (CANDIDATES + COMPARERS - 1) / COMPARERS; n++) {
-    const int other = first + n * COMPARERS;
-    if (CANDIDATES % COMPARERS && other >= CANDIDATES) break;
-    better += c.key[of][other] >= (other < place ? own : own + 1);
+  for (int t = 0; t < TOKENS; t++) {
+    const u32 key = lane < CANDIDATES ? c.key[t][lane] : 0;
+    const u32 own = warp < CANDIDATES ? c.key[t][warp] : 0;
+    const bool is_better = key > own || (key == own && lane < warp);
+    const int num_better = __popc(__ballot_sync(INK_FULL_WARP, is_better && lane < CANDIDATES));
+    if (lane == t) rank = num_better;
   }
-#pragma unroll
-  for (int o = 1; o < COMPARERS; o <<= 1) better += __shfl_xor_sync(INK_FULL_WARP, better, o);
-  if (number < T * CANDIDATES && first == 0 && better < TOP_K) {
-    const int expert = min((int)c.id[of][place], EXPERTS - 1), own_number = expert - first_expert;
-    c.best[of][better] = expert;
-    if (!HAS_RANK || (u32)own_number < OWN_EXPERTS)
-      atomicOr(&r.bits[own_number >> 5], 1u << (own_number & 31));
+  if (lane < T && warp < CANDIDATES && rank < TOP_K) {
+    const int expert = min((int)c.id[lane][warp], EXPERTS - 1), own = expert - first_expert;
+    c.best[lane][rank] = expert;
+    if (!HAS_RANK || (u32)own < OWN_EXPERTS) atomicOr(&r.bits[own >> 5], 1u << (own & 31));
   }
   __syncthreads();
 }
@@ -186,13 +177,13 @@ INK_DEVICE Choice load_choice(const float* scores, int T, const Candidates& c) {
   return choice;
 }
 
-// The distinct experts, from the bits. gate_unit, down_unit: of own expert number `tid`. All
-// threads; ends with a block barrier.
-INK_DEVICE void route(float gate_unit, float down_unit, Candidates& c, Route& r) {
+// The distinct experts, from the bits, to be read behind a block barrier. gate_unit, down_unit: of
+// own expert number `tid`. All threads; gives the number of distinct experts.
+INK_DEVICE int route(float gate_unit, float down_unit, Candidates& c, Route& r) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const u32 word = lane < WORDS ? r.bits[lane] : 0;
+  const u32 word = lane < WORDS ? r.bits[lane] : 0, count = (u32)__popc(word);
   // An expert's place is the number of those below it.
-  const int before = (int)__reduce_add_sync(INK_FULL_WARP, lane < warp ? (u32)__popc(word) : 0u);
+  const int before = (int)__reduce_add_sync(INK_FULL_WARP, lane < warp ? count : 0u);
   const u32 own = __shfl_sync(INK_FULL_WARP, word, warp);
   if (own >> lane & 1) {
     const int place = before + __popc(own & ((1u << lane) - 1));
@@ -201,11 +192,10 @@ INK_DEVICE void route(float gate_unit, float down_unit, Candidates& c, Route& r)
     r.gate_unit[place] = gate_unit;
     r.down_unit[place] = down_unit;
   }
-  if (tid == WARPS * 32 - 1) r.num_experts = before;
-  __syncthreads();
+  return (int)__reduce_add_sync(INK_FULL_WARP, count);
 }
 
-// Slots and weights, behind `route`; to be read behind a block barrier.
+// Slots and weights, once `route` can be read; to be read behind another block barrier.
 INK_DEVICE void weigh(const Choice& choice, int first_expert, float scale, int T,
                       const Candidates& c, Route& r) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

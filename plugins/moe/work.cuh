@@ -5,7 +5,8 @@
 // t = warp, warp + WARPS, ... whole; of those from `own` on, up to `end`, one slice of every
 // TILES_AT_ONCE. Then come units of the output, of number warp, warp + WARPS, ...: (row tile,
 // distinct expert, part), and behind the block's own ones those that are shared. Row tiles are
-// counted from the last block, as the first ones have more tiles.
+// counted from the last block, as the first ones have more tiles. All of it follows from the number
+// of distinct experts (`count`), and where weights are also from which these are.
 #ifndef INK_MOE_WORK_CUH
 #define INK_MOE_WORK_CUH
 #include "stages.cuh"
@@ -79,8 +80,9 @@ struct Work {
   int my_tile, my_slice, my_vectors;  // of the shared ones: number, and vectors from the slice on
   int first_row_tile, row_tiles;
   // By the number of distinct experts:
-  int end, own;                             // tiles of the block
-  int row_tile_units, from_left, num_units;  // shared units from `from_left` on; own and shared ones
+  int end, own;              // tiles of the block
+  int row_tile_units;
+  int from_left, num_units;  // shared units from `from_left` on; own and shared ones
 
   INK_DEVICE Work(const u8* gate_up, const u8* down, const Route& choice, int b, int warp)
       : gate_up(gate_up), down(down), choice(choice), b(b), warp(warp) {
