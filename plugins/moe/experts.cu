@@ -62,6 +62,8 @@ struct Shared {
 #endif
 };
 
+static_assert(sizeof(Candidates) <= sizeof(float) * WARPS * TILE_SUMS, "no more than sums");
+
 // a = cap(g; 4) sigmoid(g) cap(u; 25) of rounded g and u, with the model's caps.
 INK_DEVICE bf16 activation(float gate, float up) {
   const float g = round_bf16(gate), u = round_bf16(up);
@@ -164,7 +166,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   Stages<STAGES, STAGE_BYTES, BY_BULK, MANY_STAGES, Work> stages = {sm.stages[warp],
                                                                     sm.first[warp], lane, work};
   Source source;
-  if (IS_KNOWN) source = my_piece.of(expert_of_slot(candidates, my_piece.u));
+  if (IS_KNOWN) source = my_piece.of(candidates.best[0][my_piece.u]);
   const Choice chosen = load_choice(own_scores, T, candidates);
   if (!IS_KNOWN) {
     work.count(route(gate_unit, down_unit, candidates, sm.route));

@@ -95,16 +95,12 @@ def experts_bytes(
         (3 * slots * 4, 4), (words * 4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
         (MAX_TOKENS, 1),
     )  # fmt: skip
-    count = rows * -(-dims.experts // (256 if dims.experts > 384 else 128)) * dims.top_k
-    candidates = struct_bytes(
-        (count * 4, 4), (count * 2, 2), (rows * 16, 16), (dims.own_experts, 1)
-    )  # fmt: skip
     scores = rows * own_router_rows(dims) * router_threads(dims.hidden) // 32 * 4
     stage = STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
     return struct_bytes(
         (WARPS * stages * stage, 128),
         (max(z, in_shared if is_shared else partial), 16),
-        (max(sums, partial if is_shared else 0, candidates), 16),
+        (max(sums, partial if is_shared else 0), 16),
         (route, 4),
         (WARPS * stages * 8, 8),
         (struct_bytes((scores, 4), (8, 8)) if own_scores else 0, 8),

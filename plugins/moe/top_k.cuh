@@ -17,14 +17,17 @@ static_assert(TOP_K <= 8 && TOP_K <= EXPERTS, "at most 8 experts a token");
 static_assert(WORDS <= WARPS, "a warp for each word");
 static_assert(CHOICE_WARPS * TOKENS <= WARPS && CANDIDATES <= WARPS, "a warp for each");
 constexpr u8 NO_SLOT = 255;
+// Whether it is known ahead how many experts are distinct, and so all of a stage but its expert.
+constexpr bool IS_KNOWN = ONE_TOKEN && !HAS_RANK;
 
 // A token's slots are its experts of this rank in rising order; "own" numbers count from the rank's
-// first expert.
+// first expert. Distinct experts are in rising order, too, or, if their number is known, in that of
+// their ranks, which are there first.
 struct Route {
   float weight[MAX_TOKENS][TOP_K];  // of each slot
   float gate_unit[SLOTS], down_unit[SLOTS];  // of each distinct expert: what a sum is multiplied by
   u32 bits[WORDS];
-  u16 expert[SLOTS];      // own numbers of the distinct experts, rising
+  u16 expert[SLOTS];      // own numbers of the distinct experts
   u8 slot[SLOTS][MAX_TOKENS];  // of a distinct expert for a token, or NO_SLOT
   u8 index[MAX_TOKENS][TOP_K];  // distinct expert of a slot
   u8 num_slots[MAX_TOKENS];
@@ -72,16 +75,15 @@ INK_DEVICE PerExpert load_scores(const float* scores) {
 struct Candidates {
   u32 key[TOKENS][CANDIDATES];
   u16 id[TOKENS][CANDIDATES];
-  alignas(16) u16 best[TOKENS][8];  // experts by rank; behind the last one NO_EXPERT
-  u8 place[OWN_EXPERTS];            // of the distinct experts
+  u16 best[TOKENS][TOP_K];  // experts by rank
+  u8 place[OWN_EXPERTS];    // of the distinct experts
 };
-constexpr u16 NO_EXPERT = 0x7FFF;
 
 // A route without a choice. All threads, before `top_experts` and a block barrier.
 INK_DEVICE void clear_route(Candidates& c, Route& r) {
   const int tid = threadIdx.x;
   // Within bounds whatever the scores are.
-  if (tid < TOKENS * 8) c.best[tid / 8][tid % 8] = tid % 8 < TOP_K ? EXPERTS - 1 : NO_EXPERT;
+  if (tid < TOKENS * TOP_K) (&c.best[0][0])[tid] = EXPERTS - 1;
   if (tid < WORDS) r.bits[tid] = 0;
 #pragma unroll 1
   for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += WARPS * 32) ((u32*)r.slot)[i] = 0xFFFFFFFFu;
@@ -146,24 +148,10 @@ INK_DEVICE void top_experts(const PerExpert& score, const PerExpert& bias, int f
   if (lane < T && warp < CANDIDATES && rank < TOP_K) {
     const int expert = min((int)c.id[lane][warp], EXPERTS - 1), own = expert - first_expert;
     c.best[lane][rank] = expert;
+    if (IS_KNOWN) c.place[expert] = rank;
     if (!HAS_RANK || (u32)own < OWN_EXPERTS) atomicOr(&r.bits[own >> 5], 1u << (own & 31));
   }
   __syncthreads();
-}
-
-// Of one token, where all experts are the rank's own: the expert of a slot, without the route. All
-// lanes.
-INK_DEVICE int expert_of_slot(const Candidates& c, int slot) {
-  const int lane = threadIdx.x & 31;
-  const uint4 best = *(const uint4*)c.best[0];
-  const u32 mine = c.best[0][lane & 7], both = mine * 0x00010001u;
-  const u32 pairs[4] = {best.x, best.y, best.z, best.w};
-  u32 below = 0;  // a bit for each lower expert: fields are 0x8000 + difference
-#pragma unroll
-  for (int i = 0; i < 4; i++) below |= (~((pairs[i] | 0x80008000u) - both) & 0x80008000u) >> i;
-  // Four bits a slot: the rank of its expert.
-  const u32 ranks = __reduce_or_sync(INK_FULL_WARP, (u32)(lane & 7) << (__popc(below) * 4));
-  return __shfl_sync(INK_FULL_WARP, (int)mine, (int)(ranks >> (slot * 4) & 7));
 }
 
 // Asks for the scores of the ranks.
@@ -182,11 +170,11 @@ INK_DEVICE Choice load_choice(const float* scores, int T, const Candidates& c) {
 INK_DEVICE int route(float gate_unit, float down_unit, Candidates& c, Route& r) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const u32 word = lane < WORDS ? r.bits[lane] : 0, count = (u32)__popc(word);
-  // An expert's place is the number of those below it.
+  // An expert's place is the number of those below it, or its rank.
   const int before = (int)__reduce_add_sync(INK_FULL_WARP, lane < warp ? count : 0u);
   const u32 own = __shfl_sync(INK_FULL_WARP, word, warp);
   if (own >> lane & 1) {
-    const int place = before + __popc(own & ((1u << lane) - 1));
+    const int place = IS_KNOWN ? c.place[tid] : before + __popc(own & ((1u << lane) - 1));
     c.place[tid] = place;
     r.expert[place] = tid;
     r.gate_unit[place] = gate_unit;

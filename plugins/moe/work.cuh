@@ -60,9 +60,6 @@ constexpr bool MANY_STAGES =
 
 INK_DEVICE int part_vectors(int part) { return min(PART, DOWN_VECTORS - part * PART); }
 
-// Whether the number of distinct experts is known ahead, and so all of a stage but its expert.
-constexpr bool IS_KNOWN = ONE_TOKEN && !HAS_RANK;
-
 // A piece of the weights, of expert 0, and which of the distinct experts it is wanted of.
 struct Piece {
   const u8* from;
