@@ -1,6 +1,7 @@
 """Times of the kernels of `moe` at the sizes of Inkling-2, each beside its floor. Needs an H200.
 
     python perf/kernels/moe.py [--formats nvfp4 mxfp8 bf16] [--tokens 1 2 4 8] [--tp 4 2] [--phases]
+        [--most-stages 8] [--tactics moe_beside_words_bulk ...]
 
 A line is a graph of launches with programmatic edges, each on other tokens, so that experts come
 from device memory; router weights rotate. "spaced" is the same with a launch of nine small blocks
@@ -10,7 +11,9 @@ Floors are the bytes of the experts that these tokens chose over 4.55 TB/s. `--p
 block of the experts is when, behind its wait: the median over blocks and the latest, of clocks that
 kernels of the same code with TRACE write in the last launch of a chain. They take a little longer.
 "scores here" is when they are only where the experts' launch is its own router, which has no times
-of its own then (0).
+of its own then (0). "routed" is where the first weights' addresses are known, "requested" where all
+copies of the first warp's first stages have been taken, which they are when others make room.
+`--most-stages` caps the stages that a warp has on their way.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import torch
 from w4a16_backend import Buffer, bind
 from w4a16_gpu import Gpu, cubin, time_graph
 
+from inkrt.plugins.moe import tactics
 from inkrt.plugins.moe.packing import VECTOR_BYTES, Format, num_bytes
 from inkrt.plugins.moe.sizes import MoeDims
 from inkrt.plugins.moe.tactics import moe, variants
@@ -64,8 +68,8 @@ def dims_of(kind: Format, split: str, tp_size: int) -> MoeDims:
     )
 
 
-def tactics_of(dims: MoeDims, num_tokens: int) -> list[Tactic]:
-    """The operator's tactics for a rank's part."""
+def tactics_of(dims: MoeDims, num_tokens: int, names: list[str] | None) -> list[Tactic]:
+    """The operator's tactics for a rank's part, those of `names` if there are any."""
     return [
         moe(
             dims,
@@ -78,6 +82,7 @@ def tactics_of(dims: MoeDims, num_tokens: int) -> list[Tactic]:
             variant=variant,
         )
         for variant in variants(dims, num_tokens)
+        if not names or variant.name in names
     ]
 
 
@@ -203,15 +208,18 @@ def main() -> None:
     parser.add_argument("--tp", nargs="+", type=int, default=[4, 2])
     parser.add_argument("--splits", nargs="+", default=["width", "experts"])
     parser.add_argument("--phases", action="store_true")
+    parser.add_argument("--most-stages", type=int, default=tactics.MOST_STAGES)
+    parser.add_argument("--tactics", nargs="+", help="names; all if there are none")
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/ink-cubins"))
     args = parser.parse_args()
+    tactics.MOST_STAGES = args.most_stages
     gpu = Gpu(args.cubins)
     ranks = [dims_of(k, s, tp) for k in args.formats for tp in args.tp for s in args.splits]
     kernels = [
         kernel
         for dims in ranks
         for num_tokens in args.tokens
-        for tactic in tactics_of(dims, num_tokens)
+        for tactic in tactics_of(dims, num_tokens, args.tactics)
         for kernel in tactic.kernels + (traced(tactic).kernels[-1:] if args.phases else ())
     ]
     distinct = list({(k.source, k.defines): replace(k) for k in kernels}.values())
@@ -233,7 +241,7 @@ def main() -> None:
             chosen = layer.distinct(num_tokens)
             size = chosen * dims.expert_bytes
             floor = size / BYTES_PER_US
-            for tactic in tactics_of(dims, num_tokens):
+            for tactic in tactics_of(dims, num_tokens, args.tactics):
                 spaced, both, router, experts = layer.times(tactic)
                 _say(
                     f"{dims.kind:6} {tp_size:2} {split:7} {num_tokens} {chosen:8.1f}"

@@ -58,14 +58,12 @@ struct Shared {
   };
   union {
     alignas(16) float sums[SUM_BUFFERS][TURNS][WARPS][TILE_SUMS];
+    Candidates candidates;  // before there are sums
 #if HIDDEN_SHARED
     alignas(16) Partial partial[MOST_ROW_TILES];
 #endif
   };
   Route route;
-#if ONE_TOKEN
-  Candidates candidates;
-#endif
   u64 first[WARPS][STAGES];  // barriers of the stages, or of the first ones
 #if OWN_SCORES
   OwnScores scores;
@@ -74,6 +72,8 @@ struct Shared {
   Push push;
 #endif
 };
+
+static_assert(sizeof(Candidates) <= sizeof(float) * WARPS * TILE_SUMS, "no more than sums");
 
 // a = cap(g; 4) sigmoid(g) cap(u; 25) of rounded g and u, with the model's caps.
 INK_DEVICE bf16 activation(float gate, float up) {
@@ -123,13 +123,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     gate_unit *= load_weight_float(gate_up_scale + tid);
     down_unit *= load_weight_float(down_scale + tid);
   }
-#if ONE_TOKEN
-  const float own_bias = tid < EXPERTS ? load_weight_float(bias + tid) : 0.f;
-#else
-  PerExpert own_bias;
-  if (warp < MAX_TOKENS) own_bias = load_bias(bias, lane);
-#endif
-  clear_route<THREADS>(sm.route);
+  const PerExpert own_bias = load_bias(bias);
+  Candidates& candidates = sm.candidates;
+  clear_route(candidates, sm.route);
+  const Route& choice = sm.route;
+  Work work(gate_up, down, choice, b, warp);
+  Piece my_piece = {down, 0, 0, 0};  // of stage `lane`
+  if (IS_KNOWN) my_piece = work.piece(lane);
 #if PUSHES
   const Peers* const peers = (const Peers*)out;
   const Push::Asked asked = Push::asked(peers, error, live_rows);
@@ -152,12 +152,8 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #endif
 #else
   const float* const own_scores = scores + (size_t)first * EXPERTS;
-#if ONE_TOKEN
-  float score = tid < EXPERTS ? load_act_float(own_scores + tid) : 0.f;
-#else
   PerExpert score;
-  if (warp < T) score = load_scores(own_scores + warp * EXPERTS, lane);
-#endif
+  if (token_of_warp() < T) score = load_scores(own_scores + token_of_warp() * EXPERTS);
 #endif
   const int first_expert = HAS_RANK ? load_act_int(rank) * OWN_EXPERTS : 0;
 #if BY_WORDS
@@ -177,43 +173,37 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   z_rows.store(sm.z, Z_STRIDE, T);  // now, as it stands in registers
 #if ONE_TOKEN
   send_scores(sm.scores, &sm.stages[0][0], share, own_scores, b, error);
-  float score = 0;
-  if (warp < LANE_EXPERTS) score = receive_score(own_scores, warp, lane, error);
 #else
   __syncthreads();
   send_scores(sm.scores, &sm.stages[0][0], {sm.z, Z_STRIDE}, own_scores, b, error);
-  static_assert(TOKENS * EXPERTS * 4 <= sizeof sm.sums, "there are no sums yet");
-  float* const all_scores = &sm.sums[0][0][0][0];
-  receive_scores(all_scores, own_scores, error);
-  PerExpert score;
-#pragma unroll
-  for (int i = 0; i < LANE_EXPERTS; i++)
-    if (warp < T && i * 32 + lane < EXPERTS)
-      score.value[i] = all_scores[warp * EXPERTS + i * 32 + lane];
 #endif
+  PerExpert score;
+  if (token_of_warp() < T) score = receive_scores(own_scores + token_of_warp() * EXPERTS, error);
 #endif
   MARK(2);
-#if ONE_TOKEN
-  if (tid < OWN_EXPERTS) {
-    sm.candidates.gate_unit[tid] = gate_unit;
-    sm.candidates.down_unit[tid] = down_unit;
-  }
-  top_experts<THREADS>(tid < EXPERTS ? ordered(score + own_bias) : 0, sm.candidates);
-  const Choice chosen = route_one(own_scores, sm.candidates, first_expert, sm.route);
-  __syncthreads();
-#else
-  const Choice chosen = route<THREADS>(own_scores, score, own_bias, first_expert, T, gate_unit,
-                                       down_unit, sm.route);
-#endif
-  MARK(3);
-  const Route& choice = sm.route;
-  const Work work(gate_up, down, choice, b, warp);
-  const int own = work.own, end = work.end;
-  const int my_tile = work.my_tile, my_slice = work.my_slice, my_vectors = work.my_vectors;
+  top_experts(score, own_bias, first_expert, T, candidates, sm.route);
   Stages<STAGES, STAGE_BYTES, BY_BULK, MANY_STAGES, Work> stages = {sm.stages[warp],
                                                                     sm.first[warp], lane, work};
-  stages.begin();
+  Source source;
+  if (IS_KNOWN) source = my_piece.of(candidates.best[0][my_piece.u]);
+  const Choice chosen = load_choice(own_scores, T, candidates);
+  if (!IS_KNOWN) {
+    work.count(route(gate_unit, down_unit, candidates, sm.route));
+    if (lane < STAGES) my_piece = work.piece(lane);
+    __syncthreads();
+    source = my_piece.of(choice.expert[my_piece.u]);
+  }
+  MARK(3);
+  stages.begin(source);
   MARK(4);
+  if (IS_KNOWN) {
+    route(gate_unit, down_unit, candidates, sm.route);
+    __syncthreads();
+  } else {
+    stages.know(STAGES);
+  }
+  const int own = work.own, end = work.end;
+  const int my_tile = work.my_tile, my_slice = work.my_slice, my_vectors = work.my_vectors;
 #if BY_WORDS
   constexpr int SLOT_VALUES = TOKENS * TOP_K * WIDTH;
   bf16* const hidden = exchange + (turn & 1) * SLOT_VALUES;
@@ -229,7 +219,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #if PUSHES
   sm.push.keep(push_word, peers);
 #endif
-  weigh(chosen, ROUTE_SCALE, T, sm.route);
+  weigh(chosen, first_expert, ROUTE_SCALE, T, candidates, sm.route);
 #if !OWN_SCORES
   z_rows.store(sm.z, Z_STRIDE, T);
 #endif

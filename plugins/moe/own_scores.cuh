@@ -4,6 +4,7 @@
 #ifndef INK_MOE_OWN_SCORES_CUH
 #define INK_MOE_OWN_SCORES_CUH
 #include "router_sums.cuh"
+#include "top_k.cuh"
 #include "words.cuh"
 
 constexpr int ROUTER_PIECES = (HIDDEN / 4 + ROUTER_THREADS - 1) / ROUTER_THREADS;
@@ -116,25 +117,16 @@ INK_DEVICE uint4 receive4(const float* words, int* error) {
   if (spins == INK_SPIN_LIMIT) report_error(error, ERROR_SENTINEL);
   return v;
 }
-#if ONE_TOKEN
-// Of a warp: the score of expert 32 warp + lane, or 0 where there is none.
-INK_DEVICE float receive_score(const float* words, int warp, int lane, int* error) {
-  const int first = warp * 32 + lane * 4;  // of four, of the first eight lanes
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (lane < 8 && first < EXPERTS) v = receive4(words + first, error);
-  const int from = lane >> 2;
-  const u32 x = __shfl_sync(INK_FULL_WARP, v.x, from), y = __shfl_sync(INK_FULL_WARP, v.y, from);
-  const u32 z = __shfl_sync(INK_FULL_WARP, v.z, from), w = __shfl_sync(INK_FULL_WARP, v.w, from);
-  const u32 low = lane & 1 ? y : x, high = lane & 1 ? w : z;
-  return __uint_as_float(lane & 2 ? high : low);
+// Of a lane's experts; `words` are those of the warp's token.
+INK_DEVICE PerExpert receive_scores(const float* words, int* error) {
+  PerExpert s;
+#pragma unroll
+  for (int i = 0; i < LANE_EXPERTS; i += 4) {
+    if (first_of_lane() + i >= EXPERTS) break;
+    const uint4 v = receive4(words + first_of_lane() + i, error);
+    s.value[i] = __uint_as_float(v.x), s.value[i + 1] = __uint_as_float(v.y);
+    s.value[i + 2] = __uint_as_float(v.z), s.value[i + 3] = __uint_as_float(v.w);
+  }
+  return s;
 }
-#else
-// All tokens' scores to `to`, of shared memory. All threads; ends with a block barrier.
-INK_DEVICE void receive_scores(float* to, const float* words, int* error) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < TOKENS * EXPERTS / 4; i += WARPS * 32)
-    *(uint4*)(to + i * 4) = receive4(words + i * 4, error);
-  __syncthreads();
-}
-#endif
 #endif  // INK_MOE_OWN_SCORES_CUH

@@ -92,15 +92,9 @@ def experts_bytes(
     buffers = 1 if rows == 1 and most_tiles <= at_once else 2
     sums = buffers * turns * WARPS * 64 * columns
     route = struct_bytes(
-        (3 * slots * 4, 4), (words * 4, 4), (4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
+        (3 * slots * 4, 4), (words * 4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
         (MAX_TOKENS, 1),
     )  # fmt: skip
-    count = -(-dims.experts // 32) * dims.top_k
-    candidates = struct_bytes(
-        (count * 4, 4), (count * 2, 2), (dims.top_k * 2, 2), (dims.own_experts * 8, 4)
-    )
-    if rows > 1:
-        candidates = 0
     scores = rows * own_router_rows(dims) * router_threads(dims.hidden) // 32 * 4
     stage = STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
     return struct_bytes(
@@ -108,7 +102,6 @@ def experts_bytes(
         (max(z, in_shared if is_shared else partial), 16),
         (max(sums, partial if is_shared else 0), 16),
         (route, 4),
-        (candidates, 4),
         (WARPS * stages * 8, 8),
         (struct_bytes((scores, 4), (8, 8)) if own_scores else 0, 8),
     )

@@ -12,8 +12,8 @@ struct Source {
 
 // All lanes call `begin`, then, for each stage in order, `wait`, use what it gives, and `request`,
 // which fills the same place with the stage COUNT later. Work: `source(n)` is where stage n comes
-// from; lane l finds that of every 32nd stage from l on, all lanes at once, so that a request is a
-// few instructions. MANY: of more than 32 requests. BULK: all stages come by bulk copies, which the
+// from; of 32 stages in a row every lane finds one, all lanes at once, so that a request is a few
+// instructions. MANY: of more than 32 requests. BULK: all stages come by bulk copies, which the
 // lane asks for that knows the stage; else only the first ones do, as for cp.async every lane must
 // ask, which takes longer.
 template <int COUNT, int BYTES, bool BULK, bool MANY, class Work>
@@ -25,15 +25,23 @@ struct Stages {
   const Work& work;
   Source held = {nullptr, 0};
   int holder = COUNT;  // the lane that knows the next stage to be requested
-  int number = 0;      // of the 32 stages that lanes know now, the first one's
+  int number = 0;      // of the stages that lanes know now, the first one's
   int current = 0, num_first = 0;  // num_first: first stages that have been used
   u32 parity = 0;
 
-  INK_DEVICE void begin() {
-    held = work.source(lane);
+  // Asks for the first stages. source: of stage `lane`; where that is known of those below COUNT
+  // only, `know(COUNT)` must follow.
+  INK_DEVICE void begin(const Source& source) {
+    held = source;
     if (lane < COUNT) load(lane);
     if (!BULK)
       for (int i = 0; i < COUNT; i++) copy_async_commit();
+  }
+  // Stages from `from` on, which is the next one to be requested.
+  INK_DEVICE void know(int from) {
+    number = from;
+    held = work.source(from + lane);
+    holder = 0;
   }
   INK_DEVICE const u8* wait(int* error) {
     if (BULK) {
@@ -47,11 +55,7 @@ struct Stages {
   }
   INK_DEVICE void request() {
     __syncwarp();  // all lanes are done with the stage
-    if (MANY && holder == 32) {
-      number += 32;
-      held = work.source(number + lane);
-      holder = 0;
-    }
+    if (MANY && holder == 32) know(number + 32);
     if (BULK) {
       if (lane == holder) load(current);
     } else {

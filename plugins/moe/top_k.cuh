@@ -6,29 +6,37 @@
 #include "weights.cuh"
 
 constexpr int SLOTS = MAX_TOKENS * TOP_K;
-constexpr int LANE_EXPERTS = (EXPERTS + 31) / 32;  // of a lane: lane, lane + 32, ...
 constexpr int WORDS = (OWN_EXPERTS + 31) / 32;
+// CHOICE_WARPS share the choice of a token's experts, LANE_EXPERTS in a row a lane.
+constexpr int LANE_EXPERTS = EXPERTS > 384 ? 8 : 4;
+constexpr int CHOICE_WARPS = (EXPERTS + LANE_EXPERTS * 32 - 1) / (LANE_EXPERTS * 32);
+constexpr int CANDIDATES = CHOICE_WARPS * TOP_K;  // of a token
 static_assert(EXPERTS <= 512 && OWN_EXPERTS <= EXPERTS, "at most 512 experts");
+static_assert(HAS_RANK || OWN_EXPERTS == EXPERTS, "all experts, or some of them");
 static_assert(TOP_K <= 8 && TOP_K <= EXPERTS, "at most 8 experts a token");
+static_assert(WORDS <= WARPS, "a warp for each word");
+static_assert(CHOICE_WARPS * TOKENS <= WARPS && CANDIDATES <= WARPS, "a warp for each");
 constexpr u8 NO_SLOT = 255;
+// Whether it is known ahead how many experts are distinct, and so all of a stage but its expert.
+constexpr bool IS_KNOWN = ONE_TOKEN && !HAS_RANK;
 
 // A token's slots are its experts of this rank in rising order; "own" numbers count from the rank's
-// first expert.
+// first expert. Distinct experts are in rising order, too, or, if their number is known, in that of
+// their ranks, which are there first.
 struct Route {
   float weight[MAX_TOKENS][TOP_K];  // of each slot
   float gate_unit[SLOTS], down_unit[SLOTS];  // of each distinct expert: what a sum is multiplied by
   u32 bits[WORDS];
-  int num_experts;        // distinct
-  u16 expert[SLOTS];      // own numbers of the distinct experts, rising
+  u16 expert[SLOTS];      // own numbers of the distinct experts
   u8 slot[SLOTS][MAX_TOKENS];  // of a distinct expert for a token, or NO_SLOT
   u8 index[MAX_TOKENS][TOP_K];  // distinct expert of a slot
   u8 num_slots[MAX_TOKENS];
 };
 
-// What one lane knows of its token's choice, for `weigh`.
+// What one lane of warp t < T knows of token t: the expert of rank `lane`.
 struct Choice {
-  float score = 0;  // of rank `lane`
-  int slot = -1;    // of rank `lane`, or none
+  float score = 0;
+  int expert = 0;
 };
 
 // Bits that order as the floats do.
@@ -37,204 +45,165 @@ INK_DEVICE u32 ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// A lane's experts, of their scores or of the bias.
+// Of a lane's experts, from `first` on: scores or biases.
 struct PerExpert {
   float value[LANE_EXPERTS];
 };
-INK_DEVICE PerExpert load_bias(const float* bias, int lane) {
-  const float* const from = bias + lane;
+INK_DEVICE int first_of_lane() {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  return (warp % CHOICE_WARPS * 32 + lane) * LANE_EXPERTS;
+}
+INK_DEVICE int token_of_warp() { return (int)(threadIdx.x >> 5) / CHOICE_WARPS; }
+INK_DEVICE PerExpert load_bias(const float* bias) {
+  const int first = first_of_lane();
   PerExpert b;
 #pragma unroll
   for (int i = 0; i < LANE_EXPERTS; i++)
-    b.value[i] = i * 32 + lane < EXPERTS ? load_weight_float(from + i * 32) : 0.f;
+    b.value[i] = first + i < EXPERTS ? load_weight_float(bias + first + i) : 0.f;
   return b;
 }
-INK_DEVICE PerExpert load_scores(const float* scores, int lane) {
-  const float* const from = scores + lane;
+// scores: of the warp's token.
+INK_DEVICE PerExpert load_scores(const float* scores) {
+  const int first = first_of_lane();
   PerExpert s;
 #pragma unroll
   for (int i = 0; i < LANE_EXPERTS; i++)
-    s.value[i] = i * 32 + lane < EXPERTS ? load_act_float(from + i * 32) : 0.f;
+    s.value[i] = first + i < EXPERTS ? load_act_float(scores + first + i) : 0.f;
   return s;
 }
 
-// Lane k < TOP_K: the expert of rank k of a token.
-INK_DEVICE int top_expert(const PerExpert& score, const PerExpert& bias, int lane) {
-  u32 key[LANE_EXPERTS];
-#pragma unroll
-  for (int i = 0; i < LANE_EXPERTS; i++)
-    key[i] = i * 32 + lane < EXPERTS ? ordered(score.value[i] + bias.value[i]) : 0;
-  int mine = 0;
-#pragma unroll 1  // few instructions, which a launch must fetch before it can run them
-  for (int k = 0; k < TOP_K; k++) {
-    u32 best = key[0];
-#pragma unroll
-    for (int i = 1; i < LANE_EXPERTS; i++) best = max(best, key[i]);
-    best = __reduce_max_sync(INK_FULL_WARP, best);
-    u32 id = EXPERTS - 1;  // within bounds whatever the scores are
-#pragma unroll
-    for (int i = LANE_EXPERTS - 1; i >= 0; i--) id = key[i] == best ? i * 32 + lane : id;
-    id = ~__reduce_max_sync(INK_FULL_WARP, ~id);  // the lowest
-#pragma unroll
-    for (int i = 0; i < LANE_EXPERTS; i++) key[i] = id == i * 32 + lane ? 0 : key[i];
-    if (lane == k) mine = (int)id;
-  }
-  return min(mine, EXPERTS - 1);
-}
-
-// One token's choice by all warps: the best TOP_K of every 32 experts are candidates, in falling
-// order; a candidate's rank is the number of better ones, which COMPARERS threads count. Of two
-// equal keys the one of the lower place has the lower id.
-constexpr int CANDIDATES = LANE_EXPERTS * TOP_K;
 struct Candidates {
-  u32 key[CANDIDATES];
-  u16 id[CANDIDATES];
-  u16 best[TOP_K];  // experts by rank
-  float gate_unit[OWN_EXPERTS], down_unit[OWN_EXPERTS];
+  u32 key[TOKENS][CANDIDATES];
+  u16 id[TOKENS][CANDIDATES];
+  u16 best[TOKENS][TOP_K];  // experts by rank
+  u8 place[OWN_EXPERTS];    // of the distinct experts
 };
-// key: of expert `tid`, or 0. All threads; contains block barriers, also at the end.
-template <int THREADS>
-INK_DEVICE void top_experts(u32 key, Candidates& c) {
-  constexpr int COMPARERS = CANDIDATES * 8 <= THREADS   ? 8
-                            : CANDIDATES * 4 <= THREADS ? 4
-                            : CANDIDATES * 2 <= THREADS ? 2
-                                                        : 1;
-  static_assert(CANDIDATES * COMPARERS <= THREADS, "a thread for each candidate");
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  if (tid < TOP_K) c.best[tid] = EXPERTS - 1;  // within bounds whatever the scores are
-  if (warp < LANE_EXPERTS) {
-    u32 mine = 0;
-    int id = 0;
-#pragma unroll
-    for (int k = 0; k < TOP_K; k++) {
-      const u32 best = __reduce_max_sync(INK_FULL_WARP, key);
-      const int winner = __ffs(__ballot_sync(INK_FULL_WARP, key == best)) - 1;
-      if (lane == k) mine = best, id = winner;
-      if (lane == winner) key = 0;
-    }
-    if (lane < TOP_K) {
-      c.key[warp * TOP_K + lane] = mine;
-      c.id[warp * TOP_K + lane] = warp * 32 + id;
-    }
-  }
-  __syncthreads();
-  const int place = tid / COMPARERS, first = tid % COMPARERS;
-  const bool has_place = place < CANDIDATES;
-  const u32 own = c.key[has_place ? place : 0];
-  int better = 0;
-#pragma unroll
-  for (int n = 0; n < (CANDIDATES + COMPARERS - 1) / COMPARERS; n++) {
-    const int other = first + n * COMPARERS;
-    if (CANDIDATES % COMPARERS && other >= CANDIDATES) break;
-    const u32 of_other = c.key[other];
-    better += of_other > own || (of_other == own && other < place);
-  }
-#pragma unroll
-  for (int o = 1; o < COMPARERS; o <<= 1) better += __shfl_xor_sync(INK_FULL_WARP, better, o);
-  if (has_place && first == 0 && better < TOP_K)
-    c.best[better] = min((int)c.id[place], EXPERTS - 1);
-  __syncthreads();
-}
 
-// A route without a choice. All threads, before `route` and a block barrier.
-template <int THREADS>
-INK_DEVICE void clear_route(Route& r) {
+// A route without a choice. All threads, before `top_experts` and a block barrier.
+INK_DEVICE void clear_route(Candidates& c, Route& r) {
   const int tid = threadIdx.x;
+  // Within bounds whatever the scores are.
+  if (tid < TOKENS * TOP_K) (&c.best[0][0])[tid] = EXPERTS - 1;
   if (tid < WORDS) r.bits[tid] = 0;
 #pragma unroll 1
-  for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += THREADS) ((u32*)r.slot)[i] = 0xFFFFFFFFu;
+  for (int i = tid; i < SLOTS * MAX_TOKENS / 4; i += WARPS * 32) ((u32*)r.slot)[i] = 0xFFFFFFFFu;
   if (tid < SLOTS) (&r.index[0][0])[tid] = 0;  // slots that are not there are read, too
 }
 
-// Of a warp, of its token: `expert` of rank `lane` gets its place among the rank's own ones.
-// Gives its own number, or -1.
-INK_DEVICE int slot_of(int expert, int first_expert, int lane, Choice& choice, int& count) {
-  int own = -1, below = 0;
-  if (lane < TOP_K) own = expert - first_expert;
-  if (own < 0 || own >= OWN_EXPERTS) own = -1;
-  count = 0;
+// The choice of T tokens. The best TOP_K of a warp's experts are candidates, in falling order; a
+// candidate's rank is the number of better ones of its token, which a warp counts. Of two equal
+// keys the one of the lower place has the lower id. Gives `best`, and the bits of the route. All
+// threads; contains block barriers, also at the end.
+INK_DEVICE void top_experts(const PerExpert& score, const PerExpert& bias, int first_expert, int T,
+                            Candidates& c, Route& r) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = token_of_warp();
+  if (token < T) {
+    u32 key[LANE_EXPERTS];
+    int id[LANE_EXPERTS];
 #pragma unroll
-  for (int k = 0; k < TOP_K; k++) {
-    const int other = __shfl_sync(INK_FULL_WARP, own, k);
-    below += other >= 0 && other < own;
-    count += other >= 0;
-  }
-  if (own >= 0) choice.slot = below;
-  return own;
-}
-
-// The route of one token whose experts are known; warp 0 writes it, for all to read behind a block
-// barrier.
-INK_DEVICE Choice route_one(const float* scores, const Candidates& c, int first_expert, Route& r) {
-  const int lane = threadIdx.x & 31;
-  Choice choice;
-  if (threadIdx.x >= 32) return choice;
-  const int expert = c.best[lane < TOP_K ? lane : 0];
-  if (lane < TOP_K) choice.score = load_act_float(scores + expert);
-  int count;
-  const int own = slot_of(expert, first_expert, lane, choice, count);
-  if (own >= 0) {
-    r.expert[choice.slot] = own;
-    r.slot[choice.slot][0] = choice.slot;
-    r.index[0][choice.slot] = choice.slot;
-    r.gate_unit[choice.slot] = c.gate_unit[own];
-    r.down_unit[choice.slot] = c.down_unit[own];
-  }
-  if (lane == 0) r.num_slots[0] = r.num_experts = count;
-  return choice;
-}
-// T tokens, all threads of the block; contains block barriers, also at the end. score: of token
-// `warp`. weights: those of the slots come later, see `weigh`. gate_unit, down_unit: of own expert
-// number `tid`.
-template <int THREADS>
-INK_DEVICE Choice route(const float* scores, const PerExpert& score, const PerExpert& bias,
-                        int first_expert, int T, float gate_unit, float down_unit, Route& r) {
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  Choice choice;
-  int own = -1;  // own number of rank `lane`
-  if (warp < T) {
-    const int expert = top_expert(score, bias, lane);
-    if (lane < TOP_K) choice.score = load_act_float(scores + warp * EXPERTS + expert);
-    int count;
-    own = slot_of(expert, first_expert, lane, choice, count);
-    if (lane == 0) r.num_slots[warp] = count;
-    if (own >= 0) atomicOr(&r.bits[own >> 5], 1u << (own & 31));
+    for (int i = 0; i < LANE_EXPERTS; i++) {
+      id[i] = first_of_lane() + i;
+      key[i] = id[i] < EXPERTS ? ordered(score.value[i] + bias.value[i]) : 0;
+    }
+    // In falling order, of equal ones the lower id first: a round is about the lanes' first ones.
+#pragma unroll
+    for (int n = LANE_EXPERTS - 1; n > 0; n--)
+#pragma unroll
+      for (int i = 0; i < n; i++) {
+        const bool is_less = key[i] < key[i + 1];
+        const u32 low = min(key[i], key[i + 1]);
+        const int id_of_low = is_less ? id[i] : id[i + 1];
+        key[i] = max(key[i], key[i + 1]);
+        id[i] = is_less ? id[i + 1] : id[i];
+        key[i + 1] = low;
+        id[i + 1] = id_of_low;
+      }
+    const int at = warp % CHOICE_WARPS * TOP_K;
+    const u32 lower_lanes = (1u << lane) - 1;
+#pragma unroll
+    for (int k = 0; k < TOP_K; k++) {
+      const u32 best = __reduce_max_sync(INK_FULL_WARP, key[0]);
+      const u32 holders = __ballot_sync(INK_FULL_WARP, key[0] == best);
+      if (key[0] == best && (holders & lower_lanes) == 0) {
+        c.key[token][at + k] = best;
+        c.id[token][at + k] = id[0];
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; i++) {
+          key[i] = i + 1 < LANE_EXPERTS ? key[i + 1] : 0;
+          id[i] = id[i + 1 < LANE_EXPERTS ? i + 1 : i];
+        }
+      }
+    }
   }
   __syncthreads();
-  // A distinct expert's place is the number of those below it.
-  auto place_of = [&](int e) {
-    int place = __popc(r.bits[e >> 5] & ((1u << (e & 31)) - 1));
+  int rank = TOP_K;  // lane t: of candidate `warp` of token t
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) place += w < e >> 5 ? __popc(r.bits[w]) : 0;
-    return place;
-  };
-  if (tid < OWN_EXPERTS && r.bits[tid >> 5] >> (tid & 31) & 1) {
-    const int place = place_of(tid);
+  for (int t = 0; t < TOKENS; t++) {
+    const u32 key = lane < CANDIDATES ? c.key[t][lane] : 0;
+    const u32 own = warp < CANDIDATES ? c.key[t][warp] : 0;
+    const bool is_better = key > own || (key == own && lane < warp);
+    const int num_better = __popc(__ballot_sync(INK_FULL_WARP, is_better && lane < CANDIDATES));
+    if (lane == t) rank = num_better;
+  }
+  if (lane < T && warp < CANDIDATES && rank < TOP_K) {
+    const int expert = min((int)c.id[lane][warp], EXPERTS - 1), own = expert - first_expert;
+    c.best[lane][rank] = expert;
+    if (IS_KNOWN) c.place[expert] = rank;
+    if (!HAS_RANK || (u32)own < OWN_EXPERTS) atomicOr(&r.bits[own >> 5], 1u << (own & 31));
+  }
+  __syncthreads();
+}
+
+// Asks for the scores of the ranks.
+INK_DEVICE Choice load_choice(const float* scores, int T, const Candidates& c) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  Choice choice;
+  if (warp < T && lane < TOP_K) {
+    choice.expert = c.best[warp][lane];
+    choice.score = load_act_float(scores + warp * EXPERTS + choice.expert);
+  }
+  return choice;
+}
+
+// The distinct experts, from the bits, to be read behind a block barrier. gate_unit, down_unit: of
+// own expert number `tid`. All threads; gives the number of distinct experts.
+INK_DEVICE int route(float gate_unit, float down_unit, Candidates& c, Route& r) {
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const u32 word = lane < WORDS ? r.bits[lane] : 0, count = (u32)__popc(word);
+  // An expert's place is the number of those below it, or its rank.
+  const int before = (int)__reduce_add_sync(INK_FULL_WARP, lane < warp ? count : 0u);
+  const u32 own = __shfl_sync(INK_FULL_WARP, word, warp);
+  if (own >> lane & 1) {
+    const int place = IS_KNOWN ? c.place[tid] : before + __popc(own & ((1u << lane) - 1));
+    c.place[tid] = place;
     r.expert[place] = tid;
     r.gate_unit[place] = gate_unit;
     r.down_unit[place] = down_unit;
   }
-  if (own >= 0) {
-    const int place = place_of(own);
-    r.slot[place][warp] = choice.slot;
-    r.index[warp][choice.slot] = place;
-  }
-  if (tid == THREADS - 1) {
-    int count = 0;
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) count += __popc(r.bits[w]);
-    r.num_experts = count;
-  }
-  __syncthreads();
-  return choice;
+  return (int)__reduce_add_sync(INK_FULL_WARP, count);
 }
-// The weights, from what `route` gave; to be read behind a block barrier.
-INK_DEVICE void weigh(const Choice& choice, float scale, int T, Route& r) {
-  const int warp = threadIdx.x >> 5;
+
+// Slots and weights, once `route` can be read; to be read behind another block barrier.
+INK_DEVICE void weigh(const Choice& choice, int first_expert, float scale, int T,
+                      const Candidates& c, Route& r) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   if (warp >= T) return;
+  int own = lane < TOP_K ? choice.expert - first_expert : -1;  // own number, or -1
+  if (own < 0 || own >= OWN_EXPERTS) own = -1;
+  int slot = 0, count = 0;
   float sum = 0;
 #pragma unroll
-  for (int k = 0; k < TOP_K; k++) sum += __shfl_sync(INK_FULL_WARP, choice.score, k);
-  if (choice.slot >= 0) r.weight[warp][choice.slot] = choice.score / (sum + 1e-20f) * scale;
+  for (int k = 0; k < TOP_K; k++) {
+    const int other = __shfl_sync(INK_FULL_WARP, own, k);
+    slot += other >= 0 && other < own;
+    count += other >= 0;
+    sum += __shfl_sync(INK_FULL_WARP, choice.score, k);
+  }
+  if (lane == 0) r.num_slots[warp] = count;
+  if (own < 0) return;
+  const int place = c.place[own];
+  r.slot[place][warp] = slot;
+  r.index[warp][slot] = place;
+  r.weight[warp][slot] = choice.score / (sum + 1e-20f) * scale;
 }
 #endif  // INK_MOE_TOP_K_CUH

@@ -5,7 +5,8 @@
 // t = warp, warp + WARPS, ... whole; of those from `own` on, up to `end`, one slice of every
 // TILES_AT_ONCE. Then come units of the output, of number warp, warp + WARPS, ...: (row tile,
 // distinct expert, part), and behind the block's own ones those that are shared. Row tiles are
-// counted from the last block, as the first ones have more tiles.
+// counted from the last block, as the first ones have more tiles. All of it follows from the number
+// of distinct experts (`count`), and where weights are also from which these are.
 #ifndef INK_MOE_WORK_CUH
 #define INK_MOE_WORK_CUH
 #include "stages.cuh"
@@ -59,30 +60,45 @@ constexpr bool MANY_STAGES =
 
 INK_DEVICE int part_vectors(int part) { return min(PART, DOWN_VECTORS - part * PART); }
 
+// A piece of the weights, of expert 0, and which of the distinct experts it is wanted of.
+struct Piece {
+  const u8* from;
+  u32 expert_bytes, num_bytes;
+  int u;
+  INK_DEVICE Source of(int expert) const {
+    return {from + (u64)(u32)expert * expert_bytes, num_bytes};
+  }
+};
+
 struct Work {
   const u8 *gate_up, *down;
   const Route& choice;
   int b, warp;
-  int end, own;                  // tiles of the block
   int my_tile, my_slice, my_vectors;  // of the shared ones: number, and vectors from the slice on
-  int first_row_tile, row_tiles, row_tile_units;
-  int from_left, num_units;      // shared units from `from_left` on; own and shared ones
+  int first_row_tile, row_tiles;
+  // By the number of distinct experts:
+  int end, own;              // tiles of the block
+  int row_tile_units;
+  int from_left, num_units;  // shared units from `from_left` on; own and shared ones
 
   INK_DEVICE Work(const u8* gate_up, const u8* down, const Route& choice, int b, int warp)
       : gate_up(gate_up), down(down), choice(choice), b(b), warp(warp) {
-    const int num_tiles = choice.num_experts * EXPERT_TILES;
-    end = (max(num_tiles - b, 0) + BLOCKS - 1) / BLOCKS;
-    const int rest = end % WARPS;
-    own = !HAS_OWN ? 0 : rest <= MOST_SHARED ? end - rest : end;
     my_tile = warp / SLICES;
     my_slice = warp % SLICES * SLICE;
     my_vectors = my_tile < TILES_AT_ONCE ? min(SLICE, GATE_VECTORS - my_slice) : 0;
     first_row_tile = BLOCKS - 1 - b;
     row_tiles =
         SHARE_ROWS ? WHOLE_ROUNDS : (max(ROW_TILES - first_row_tile, 0) + BLOCKS - 1) / BLOCKS;
-    row_tile_units = choice.num_experts * PARTS;
-    from_left = LEFT_TILES * row_tile_units * b / BLOCKS;
-    const int num_left = LEFT_TILES * row_tile_units * (b + 1) / BLOCKS - from_left;
+    if (IS_KNOWN) count(TOP_K);
+  }
+  INK_DEVICE void count(int num_experts) {
+    const int num_tiles = num_experts * EXPERT_TILES;
+    end = (u32)(max(num_tiles - b, 0) + BLOCKS - 1) / BLOCKS;
+    const int rest = (u32)end % WARPS;
+    own = !HAS_OWN ? 0 : rest <= MOST_SHARED ? end - rest : end;
+    row_tile_units = num_experts * PARTS;
+    from_left = (u32)(LEFT_TILES * row_tile_units * b) / BLOCKS;
+    const int num_left = (u32)(LEFT_TILES * row_tile_units * (b + 1)) / BLOCKS - from_left;
     num_units = row_tiles * row_tile_units + num_left;
   }
 
@@ -93,45 +109,60 @@ struct Work {
     int of_tile, r;
   };
   INK_DEVICE Place place(int unit) const {
-    const int r = (u32)unit / (u32)row_tile_units;
-    if (!SHARE_ROWS || r < row_tiles)
-      return {(RowTile)first_row_tile + BLOCKS * r, unit - r * row_tile_units, r};
-    const int number = from_left + unit - row_tiles * row_tile_units;
-    const int tile = (u32)number / (u32)row_tile_units;
-    return {(RowTile)(BLOCKS * WHOLE_ROUNDS + tile), number - tile * row_tile_units, row_tiles};
+    if (SHARE_ROWS && unit >= row_tiles * row_tile_units) {
+      // A block's units are of two row tiles at most, of which the first is from_left / units.
+      const int number = from_left + unit - row_tiles * row_tile_units;
+      int tile = (u32)(LEFT_TILES * b) / BLOCKS, of_tile = number - tile * row_tile_units;
+      if (of_tile >= row_tile_units) tile++, of_tile -= row_tile_units;
+      return {(RowTile)(BLOCKS * WHOLE_ROUNDS + tile), of_tile, row_tiles};
+    }
+    int r = 0;
+    if (IS_KNOWN || MOST_ROW_TILES > 4) {
+      r = (u32)unit / (u32)row_tile_units;
+    } else {  // a division takes longer
+#pragma unroll
+      for (int k = 1; k < MOST_ROW_TILES; k++) r += unit >= k * row_tile_units;
+    }
+    return {(RowTile)first_row_tile + BLOCKS * r, unit - r * row_tile_units, r};
   }
 
   // Of stage n of the warp; empty behind the last one.
-  INK_DEVICE Source source(int n) const {
+  INK_DEVICE Piece piece(int n) const {
     const int own_stages =
-        HAS_OWN ? (max(own - warp, 0) + WARPS - 1) / WARPS * TILE_STAGES : 0;
+        HAS_OWN ? (u32)(max(own - warp, 0) + WARPS - 1) / WARPS * TILE_STAGES : 0;
     int t, at, vectors;
     if (HAS_OWN && n < own_stages) {
-      t = warp + n / TILE_STAGES * WARPS;
-      at = n % TILE_STAGES * STAGE_VECTORS;
+      t = warp + (u32)n / TILE_STAGES * WARPS;
+      at = (u32)n % TILE_STAGES * STAGE_VECTORS;
       vectors = GATE_VECTORS - at;
     } else {
       n -= own_stages;
-      t = own + my_tile + n / SLICE_STAGES * TILES_AT_ONCE;
-      at = my_slice + n % SLICE_STAGES * STAGE_VECTORS;
+      t = own + my_tile + (u32)n / SLICE_STAGES * TILES_AT_ONCE;
+      at = my_slice + (u32)n % SLICE_STAGES * STAGE_VECTORS;
       vectors = my_slice + my_vectors - at;
-      const int shared =
-          my_vectors == 0 ? 0
-                          : (max(end - own - my_tile, 0) + TILES_AT_ONCE - 1) / TILES_AT_ONCE;
       if (t >= end || my_vectors == 0) {
+        const int shared =
+            my_vectors == 0
+                ? 0
+                : (u32)(max(end - own - my_tile, 0) + TILES_AT_ONCE - 1) / TILES_AT_ONCE;
         n -= shared * SLICE_STAGES;
-        const int unit = warp + n / UNIT_STAGES * WARPS;
-        if (unit >= num_units) return {down, 0};
+        const int unit = warp + (u32)n / UNIT_STAGES * WARPS;
+        if (unit >= num_units) return {down, 0, 0, 0};
         const Place p = place(unit);
-        const int part = p.of_tile % PARTS, of_part = n % UNIT_STAGES * STAGE_VECTORS;
-        const size_t job = (size_t)choice.expert[p.of_tile / PARTS] * ROW_TILES + p.row_tile;
-        return {down + job * JOB_BYTES + (part * PART + of_part) * VECTOR_BYTES,
-                bytes(part_vectors(part) - of_part)};
+        const int part = (u32)p.of_tile % PARTS, of_part = (u32)n % UNIT_STAGES * STAGE_VECTORS;
+        return {down + (u32)p.row_tile * JOB_BYTES + (part * PART + of_part) * VECTOR_BYTES,
+                (u32)ROW_TILES * JOB_BYTES, bytes(part_vectors(part) - of_part),
+                (int)((u32)p.of_tile / PARTS)};
       }
     }
-    const int i = b + BLOCKS * t;
-    const size_t tile = (size_t)choice.expert[i / EXPERT_TILES] * EXPERT_TILES + i % EXPERT_TILES;
-    return {gate_up + tile * TILE_BYTES + at * VECTOR_BYTES, bytes(vectors)};
+    const u32 i = b + BLOCKS * t;
+    return {gate_up + i % EXPERT_TILES * TILE_BYTES + at * VECTOR_BYTES,
+            (u32)EXPERT_TILES * TILE_BYTES, bytes(vectors), (int)(i / EXPERT_TILES)};
+  }
+  // The same once the route is there.
+  INK_DEVICE Source source(int n) const {
+    const Piece p = piece(n);
+    return p.of(choice.expert[p.u]);
   }
   static INK_DEVICE u32 bytes(int vectors) {
     return max(min(STAGE_VECTORS, vectors), 0) * VECTOR_BYTES;

@@ -78,3 +78,20 @@ def test_a_launch_takes_nothing_from_those_before(
             some = {**arguments, "x": x}
             got = run_on(emulator, tactic, some, scratch=scratch)
             assert torch.equal(got, run_on(emulator, tactic, some))
+
+
+@pytest.mark.parametrize("name", ["T1_many_experts", "T4_many_experts", "T5_nvfp4_rank_of_4"])
+def test_of_equal_scores_the_lowest_ids_are_taken(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores that are all alike, or one of three, within a lane, a warp and between warps."""
+    monkeypatch.setattr(tactics, "MULTIPROCESSORS", FEW)
+    arguments = arguments_of(CASES[name])
+    alike = {**arguments, "router_weight": torch.zeros_like(arguments["router_weight"])}
+    ids = torch.arange(len(arguments["router_bias"]))
+    for bias in (torch.zeros(len(ids)), (ids * 7 // 5 % 3).float(), (ids % 2 - ids // 9).float()):
+        some = {**alike, "router_bias": bias}
+        expected = MOE.op(**some)
+        for tactic in tactics_of(some)[-2:]:
+            got = run_on(Emulator(folder), tactic, some)
+            assert error(got, expected) < CASES[name].rtol[torch.bfloat16]

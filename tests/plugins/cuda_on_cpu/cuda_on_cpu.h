@@ -322,6 +322,12 @@ static inline u32 __reduce_max_sync(u32, u32 v) {
   for (int i = 0; i < 32; i++) best = max(best, (u32)all[i][0]);
   return best;
 }
+static inline u32 __reduce_add_sync(u32, u32 v) {
+  auto all = emu::exchange(&v, 1);
+  u32 sum = 0;
+  for (int i = 0; i < 32; i++) sum += (u32)all[i][0];
+  return sum;
+}
 static inline u32 __ballot_sync(u32, bool yes) {
   const u32 mine = yes;
   auto all = emu::exchange(&mine, 1);
