@@ -18,7 +18,7 @@ extern "C" __global__ void MIX_BOUNDS
   if (TRIGGER == 0) pdl_trigger();
   ConvMix<short_conv::Rows<WIDTH>> row;
   row.source.rows = partial;
-  row.bind(blockIdx.x / ROW_BLOCKS, {position, num_tokens, slot}, conv_weight,
+  row.bind(blockIdx.x / ROW_BLOCKS, short_conv::load_step(position, num_tokens, slot), conv_weight,
            conv_state, residual, {s0, s1, s2, s3, s4, s5, s6, s7, s8}, queries, {w0, w1, w2},
            residual_out, out, num_rows);
   const ResidualMix::Eps eps = {mix_eps, norm_eps};

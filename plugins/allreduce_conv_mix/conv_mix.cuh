@@ -36,7 +36,6 @@ template <class Source>
 struct ConvMix {
   Source source;
   int token;
-  short_conv::StepInputs step_inputs;
   short_conv::Step step;
   const float* conv_weight;
   bf16* ring;
@@ -56,11 +55,11 @@ struct ConvMix {
   // Requested by `first`.
   Four x[short_conv::TAPS], old;
 
-  INK_DEVICE void bind(int of_token, const short_conv::StepInputs& of_step, const float* weight,
+  INK_DEVICE void bind(int of_token, const short_conv::Step& of_step, const float* weight,
                        bf16* state, const void* before, const bf16* const (&sources)[9],
                        const float* all_queries, const bf16* const (&norms)[3], void* sum,
                        bf16* results, int rows) {
-    token = of_token, step_inputs = of_step, conv_weight = weight, ring = state, residual = before;
+    token = of_token, step = of_step, conv_weight = weight, ring = state, residual = before;
 #pragma unroll
     for (int j = 0; j < FORMER; j++) former[j] = sources[j];
 #pragma unroll
@@ -79,10 +78,7 @@ struct ConvMix {
     for (int i = 0; i < QUERIES; i++)
       query[i] = four_of(short_conv::load_early16(queries + (size_t)i * WIDTH + column));
     load_norms(column);
-  }
-  INK_DEVICE void begin() { step = short_conv::load_step(step_inputs); }
-  INK_DEVICE void early_of_step(int column) {
-    if (RING_IS_WIDE) load_past(column);
+    if (RING_IS_WIDE) load_past(column);  // last: it waits for the position
   }
   INK_DEVICE void first(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
     if (!RING_IS_WIDE) load_past(column);

@@ -81,9 +81,6 @@ INK_DEVICE int tree_place(int lane) {
 
 // Inputs: what a kernel does for four columns from `column` on, which are in the row:
 //     early(column)            loads what never changes; before the wait
-//     begin()                  loads the step's inputs, by all threads; before the wait, behind
-//                              `early`, which waits for nothing
-//     early_of_step(column)    loads what depends on them and is older than the step
 //     first(column, s, q)      all sources but the last, which it requests, and queries
 //     last(column, s)          the last source
 //     again(column, s)         the same sources, for `loop`; the thread has loaded them before
@@ -279,8 +276,6 @@ struct Mix {
     const int tid = threadIdx.x, column = slice * SLICE + 4 * tid;
     const bool is_live = column < COLUMNS;
     if (is_live) inputs.early(column);
-    inputs.begin();
-    if (is_live) inputs.early_of_step(column);
     pdl_wait();
     if (TRIGGER == 1) pdl_trigger();
     if (!inputs.has_token()) return;
@@ -315,8 +310,6 @@ struct Mix {
     const int column = 4 * (rank * THREADS + tid);
     cluster_arrive();  // who stores to another block knows that it runs
     inputs.early(column);
-    inputs.begin();
-    inputs.early_of_step(column);
     u32 to[MIX_CLUSTER];
 #pragma unroll
     for (int r = 0; r < MIX_CLUSTER; r++) to[r] = cluster_address(m.warps[warp], r);
@@ -354,7 +347,6 @@ struct Mix {
   template <class Inputs>
   static INK_DEVICE void loop(Memory& m, Inputs& inputs, Eps eps) {
     const int tid = threadIdx.x;
-    inputs.begin();
     pdl_wait();
     if (TRIGGER > 0) pdl_trigger();
     if (!inputs.has_token()) return;
@@ -368,7 +360,6 @@ struct Mix {
       clear(s, q);
       if (column < COLUMNS) {
         inputs.early(column);
-        inputs.early_of_step(column);
         inputs.first(column, s, q);
         inputs.last(column, s);
       }

@@ -99,7 +99,7 @@ extern "C" __global__ void MIX_BOUNDS
   if (TRIGGER == 0) pdl_trigger();
   const int token = blockIdx.x / ROW_BLOCKS, block = blockIdx.x % ROW_BLOCKS;
   RankedConvMix row{{SumOfRanks{partial, Exchange(peers, error), token}}};
-  row.bind(token, {position, num_tokens, slot}, conv_weight, conv_state,
+  row.bind(token, short_conv::load_step(position, num_tokens, slot), conv_weight, conv_state,
            residual, {s0, s1, s2, s3, s4, s5, s6, s7, s8}, queries, {w0, w1, w2}, residual_out, out,
            num_rows);
   const ResidualMix::Eps eps = {mix_eps, norm_eps};

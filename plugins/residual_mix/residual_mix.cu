@@ -21,8 +21,6 @@ struct Inputs {
     for (int i = 0; i < QUERIES; i++)
       query[i] = load_weight_four<true>(queries, (size_t)i * WIDTH + column);
   }
-  INK_DEVICE void begin() {}
-  INK_DEVICE void early_of_step(int) {}
   INK_DEVICE void first(int column, Four (&s)[SOURCES], Four (&q)[QUERIES]) {
     again(column, s);
 #pragma unroll

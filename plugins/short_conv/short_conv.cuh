@@ -17,14 +17,8 @@ constexpr int TAPS = 4, PAST = TAPS - 1;
 struct Step {
   int position, num_tokens, slot;
 };
-struct StepInputs {
-  const int *position, *num_tokens, *slot;
-};
 INK_DEVICE Step load_step(const int* position, const int* num_tokens, const int* slot) {
   return Step{load_act_int(position), load_act_int(num_tokens), load_act_int(slot)};
-}
-INK_DEVICE Step load_step(const StepInputs& from) {
-  return load_step(from.position, from.num_tokens, from.slot);
 }
 
 // What never changes, asked for in front of loads that have to wait for the step's inputs, and of
