@@ -73,12 +73,15 @@ struct ConvMix {
     short_conv::load_past<RING, WIDTH>(past, ring, step, token, column);
   }
   INK_DEVICE void early(int column) {
+    // What depends on the step comes first, whether it has the token, too: the machine cannot tell
+    // its arrival from that of loads that have been asked for since.
+    if (!has_token()) return;
+    if (RING_IS_WIDE) load_past(column);
     taps.load(conv_weight, column);
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
       query[i] = four_of(short_conv::load_early16(queries + (size_t)i * WIDTH + column));
     load_norms(column);
-    if (RING_IS_WIDE) load_past(column);  // last: it waits for the position
   }
   INK_DEVICE void first(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
     if (!RING_IS_WIDE) load_past(column);

@@ -75,22 +75,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const bf16* const x = is_value ? v : k;
   const void* const weight = is_value ? v_conv_weight : k_conv_weight;
   bf16* const ring = is_value ? v_ring : k_ring;
-  // Taps, which wait for nothing, are asked for in front of what waits for the step.
+  const Step step = load_step(position, num_tokens, slot);
+  const int p = step.position + token;
+  const bool is_live = token < num_rows && token < step.num_tokens;
+  int page = 0;
+  uint2 past[PAST];
 #if DYNAMIC
   DynamicTaps taps;
-  taps.load<CHANNELS>((const bf16*)weight, channel);
 #else
   Taps taps;
-  taps.load((const float*)weight, channel);
 #endif
-  const Step step = load_step(position, num_tokens, slot);
-  const bool is_row = token < num_rows, is_live = is_row && token < step.num_tokens;
-  uint2 past[PAST];
-  if (is_row && RING_IS_WIDE) load_past<RING, CHANNELS>(past, ring, step, token, channel);
-  const int p = step.position + token;
-  int page = 0;
-  if (is_live)
+  // All that depends on the step comes first: the machine cannot tell its arrival from that of loads
+  // that have been asked for since. Then nothing of it is waited for until rows have been asked for.
+  if (is_live) {
     page = kv_layout::page_of(p, KV_RING ? nullptr : page_table, step.slot, KV_RING ? KV_RING : 1);
+    if (RING_IS_WIDE) load_past<RING, CHANNELS>(past, ring, step, token, channel);
+#if DYNAMIC
+    taps.load<CHANNELS>((const bf16*)weight, channel);
+#else
+    taps.load((const float*)weight, channel);
+#endif
+  }
   pdl_wait();
   Four y = zero_four();
   if (is_live) {
