@@ -36,7 +36,7 @@ INK_DEVICE size_t ring_at(const Step& step, int position, int channel) {
   return ((size_t)step.slot * PLACES + position % PLACES) * COLUMNS + channel;
 }
 
-// The inputs of `row` that are older than the step: x[i] of position row - 3 + i; zero for others.
+// The inputs of `row` that are older than the step: x[i] of position row - 3 + i.
 template <int PLACES, int COLUMNS>
 INK_DEVICE void load_past(uint2 (&x)[PAST], const bf16* ring, const Step& step, int row,
                           int channel) {
@@ -47,23 +47,18 @@ INK_DEVICE void load_past(uint2 (&x)[PAST], const bf16* ring, const Step& step, 
     if (older < 0 && p >= 0) x[i] = load_act8(ring + ring_at<PLACES, COLUMNS>(step, p, channel));
   }
 }
-// All inputs of a row, the oldest first. `source.load(row, channel)` gives those of the step, which
-// are loaded into registers of their own: in those of `past` they would wait for what is on its way
-// there.
+// All inputs of a row, the oldest first. `source.load(row, channel)` gives those of the step. They are
+// loaded whether or not they are wanted, into registers of their own: in those of `past` they would
+// wait for what is on its way there.
 template <class Source>
 INK_DEVICE void load_inputs(Four (&x)[TAPS], const uint2 (&past)[PAST], const Source& source,
                             int row, int channel) {
   uint2 bits[TAPS];
 #pragma unroll
-  for (int i = 0; i < TAPS; i++) {
-    const int r = row - PAST + i;
-    bits[i] = make_uint2(0, 0);
-    if (r >= 0) bits[i] = source.load(r, channel);
-  }
+  for (int i = 0; i < TAPS; i++) bits[i] = source.load(max(row - PAST + i, 0), channel);
 #pragma unroll
-  for (int i = 0; i < PAST; i++) bits[i].x |= past[i].x, bits[i].y |= past[i].y;
-#pragma unroll
-  for (int i = 0; i < TAPS; i++) x[i] = four_of(bits[i]);
+  for (int i = 0; i < TAPS; i++)
+    x[i] = four_of(i == PAST || row - PAST + i >= 0 ? bits[i] : past[i < PAST ? i : 0]);
 }
 
 // Rows [T][COLUMNS] in bf16.
