@@ -1,7 +1,7 @@
 // out[t] = the first COLUMNS words of [x_0[t] | x_1[t] | ...], x_r[t] being rank r's row t of
-// ROW_WORDS words of 32 bits. HAS_BEST: words are floats, and each of the PARTS blocks of a row finds
-// the largest of those that it writes, and the lowest column of it, as `stream` does for `argmax` and
-// `sample`; up to eight rows are sent and received at once.
+// ROW_WORDS words of 32 bits. HAS_BEST: words are floats, and each of the PARTS blocks of a row
+// finds the largest of those that it writes, and the lowest column of it, as `stream` does for
+// `argmax` and `sample`; up to eight rows are sent and received at once.
 // IS_WIDE: of the NUM_TOKENS rows only num_tokens are there.
 #include "all_reduce/lamport.cuh"
 #if HAS_BEST

@@ -7,7 +7,7 @@
 
 // Of rows that other blocks wait for, too, those that a thread asks for at once: more would not fit
 // its registers.
-constexpr int AT_ONCE = RANKS <= 2 ? 3 : RANKS > 4 && SPLIT == 2 ? 1 : RANKS > 4 || SPLIT == 2 ? 2 : 3;
+constexpr int AT_ONCE = RANKS <= 2 ? 3 : 3 - (RANKS > 4) - (SPLIT == 2);
 
 // The sums of the rows that a thread convolves, in the model's dtype.
 struct SumOfRanks {
@@ -26,8 +26,8 @@ struct SumOfRanks {
     exchange.ready();
     exchange.send16(at, part);
   }
-  // The newest row by itself: as long as it is on its way, nothing else is asked for again and again.
-  // The others are there by then, or soon.
+  // The newest row by itself: as long as it is on its way, nothing else is asked for again and
+  // again. The others are there by then, or soon.
   INK_DEVICE void receive(int column) {
     receive_rows<ROWS - 1, 1>(column);
     receive_older<0>(column);

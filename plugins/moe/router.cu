@@ -3,9 +3,9 @@
 // threads share K, and of several tokens SHARES such sets of threads have SHARE tokens each.
 //
 // The sum of a row's products has one order, whatever T is: thread i has k = 4 i .. 4 i + 3 of each
-// 4 THREADS, lanes add up as a butterfly, and warps one after the other. Few registers, so that with
-// one token a block of the experts has room beside it, and with several a block has room beside
-// those of what comes before, and so its weights before the wait.
+// 4 THREADS, lanes add up as a butterfly, and warps one after the other. Few registers, so that
+// with one token a block of the experts has room beside it, and with several a block has room
+// beside those of what comes before, and so its weights before the wait.
 //
 // Macros: HIDDEN, EXPERTS, ROWS, BLOCKS (of a group of tokens), NUM_THREADS, TOKENS (of a group, at
 // most), SHARES, SHARE (a power of two), REGISTERS, TRIGGER.

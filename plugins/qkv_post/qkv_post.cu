@@ -85,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 #else
   Taps taps;
 #endif
-  // All that depends on the step comes first: the machine cannot tell its arrival from that of loads
-  // that have been asked for since. Then nothing of it is waited for until rows have been asked for.
+  // What depends on the step comes first: the machine cannot tell its arrival from that of loads
+  // asked for since. So nothing early is waited for until rows have been asked for.
   if (is_live) {
     page = kv_layout::page_of(p, KV_RING ? nullptr : page_table, step.slot, KV_RING ? KV_RING : 1);
     if (RING_IS_WIDE) load_past<RING, CHANNELS>(past, ring, step, token, channel);

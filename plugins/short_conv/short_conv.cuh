@@ -21,8 +21,8 @@ INK_DEVICE Step load_step(const int* position, const int* num_tokens, const int*
   return Step{load_act_int(position), load_act_int(num_tokens), load_act_int(slot)};
 }
 
-// What never changes, asked for in front of loads that have to wait for the step's inputs, and of
-// the kernel's wait. The compiler moves loads through the non-coherent path behind both; these stay.
+// What never changes, asked for in front of the kernel's wait. The compiler may move loads through
+// the non-coherent path behind it; these stay.
 INK_DEVICE uint2 load_early8(const void* p) {
   return load_act8(p);
 }
@@ -47,9 +47,9 @@ INK_DEVICE void load_past(uint2 (&x)[PAST], const bf16* ring, const Step& step, 
     if (older < 0 && p >= 0) x[i] = load_act8(ring + ring_at<PLACES, COLUMNS>(step, p, channel));
   }
 }
-// All inputs of a row, the oldest first. `source.load(row, channel)` gives those of the step. They are
-// loaded whether or not they are wanted, into registers of their own: in those of `past` they would
-// wait for what is on its way there.
+// All inputs of a row, the oldest first. `source.load(row, channel)` gives those of the step. They
+// are loaded whether or not they are wanted, into registers of their own: in those of `past` they
+// would wait for what is on its way there.
 template <class Source>
 INK_DEVICE void load_inputs(Four (&x)[TAPS], const uint2 (&past)[PAST], const Source& source,
                             int row, int channel) {

@@ -45,12 +45,12 @@ def code_bytes(cubin: bytes) -> int:
 
 
 def loads_held_up(cubin: bytes) -> list[int]:
-    """For every wait for earlier kernels in Hopper's machine code, how many loads behind it are held up.
+    """How many loads are held up behind each wait for earlier kernels, in Hopper's machine code.
 
     An instruction of 128 bits names a counter that it raises until it is done, and counters that
-    have to be zero first. Held up are loads that an early load's counter stands in front of: between
-    the last early load and the load itself something waits for that counter. Code is read in the
-    order of addresses, from an early load to the first store behind the wait.
+    have to be zero first. Held up are loads with an instruction in front of them, behind the last
+    early load, that waits for the counter of an early load. Code is read in the order of addresses,
+    from an early load to the first store behind the wait.
     """
     load, store, wait = 0x981, 0x986, 0x82E
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
