@@ -1,6 +1,7 @@
 // out[t] = the first COLUMNS words of [x_0[t] | x_1[t] | ...], x_r[t] being rank r's row t of
-// ROW_WORDS words of 32 bits. HAS_BEST: words are floats, and each block finds the largest of those
-// that it writes, and the lowest column of it, per row, as `stream` does for `argmax` and `sample`.
+// ROW_WORDS words of 32 bits. HAS_BEST: words are floats, and each of the PARTS blocks of a row
+// finds the largest of those that it writes, and the lowest column of it, as `stream` does for
+// `argmax` and `sample`; up to eight rows are sent and received at once.
 // IS_WIDE: of the NUM_TOKENS rows only num_tokens are there.
 #include "all_reduce/lamport.cuh"
 #if HAS_BEST
@@ -18,21 +19,28 @@ INK_DEVICE uint4 load_quad(const u32* x, u32 q, u32 count) {
   return make_uint4(load_act4(x + q * 4), q * 4 + 1 < count ? load_act4(x + q * 4 + 1) : 0,
                     q * 4 + 2 < count ? load_act4(x + q * 4 + 2) : 0, 0);
 }
-// This thread's quads; with HAS_BEST row by row. A block waits for the same blocks of other ranks.
-template <class F>
-INK_DEVICE void for_quads(u32 rows, u32 quads, u32 first, u32 count, F f) {
-  if (HAS_BEST) {
-    for (u32 row = 0; row < rows; row++)
-      for (u32 i = first; i < ROW_WORDS / 4; i += count) f(row * (ROW_WORDS / 4) + i);
-  } else {
-    for (u32 q = first; q < quads; q += count) f(q);
-  }
-}
 #if HAS_BEST
 INK_DEVICE void keep_quad(Choice& best, const uint4& v, u32 column) {
 #pragma unroll
   for (u32 i = 0; i < 4; i++)
     if (column + i < COLUMNS) keep_better(best, __uint_as_float(word_of(v, i)), (int)(column + i));
+}
+
+static_assert(ROW_WORDS % 4 == 0, "rows of whole quads");
+constexpr u32 ROW_QUADS = ROW_WORDS / 4;
+
+// Words of a rank's quad to a row of COLUMNS, which begin at word `at` of all, `column` of the row.
+INK_DEVICE void store_quad(u32* out, size_t at, u32 column, const uint4& v) {
+  if (column + 3 < COLUMNS && (COLUMNS % 4 == 0 || at % 4 == 0)) {
+    *(uint4*)(out + at) = v;
+  } else if (column + 3 < COLUMNS && COLUMNS % 2 == 0) {
+    *(uint2*)(out + at) = make_uint2(v.x, v.y);
+    *(uint2*)(out + at + 2) = make_uint2(v.z, v.w);
+  } else {
+#pragma unroll
+    for (u32 k = 0; k < 4; k++)
+      if (column + k < COLUMNS) out[at + k] = word_of(v, k);
+  }
 }
 #endif
 
@@ -46,35 +54,36 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   exchange.begin();
   const u32 rows = IS_WIDE ? min(load_act_int(num_tokens), NUM_TOKENS) : NUM_TOKENS;
   const u32 words = rows * ROW_WORDS, quads = (words + 3) / 4;
+#if HAS_BEST
+  // PARTS blocks have a row at a time, and wait for the same blocks of other ranks.
+  const u32 groups = gridDim.x / PARTS, part = blockIdx.x % PARTS;
+  const u32 row0 = blockIdx.x / PARTS, begin = part * THREADS + threadIdx.x;
   uint4 v = make_uint4(0, 0, 0, 0);
-  if (first < quads) v = load_quad(x, first, words);
+  if (row0 < rows && begin < ROW_QUADS) v = load_act16(x + (size_t)(row0 * ROW_QUADS + begin) * 4);
   exchange.ready();
-  for_quads(rows, quads, first, count, [&](u32 q) {
-    exchange.send16(q * 16, q == first ? v : load_quad(x, q, words));
-  });
+  for (u32 row = row0; row < rows; row += groups)
+#pragma unroll 1
+    for (u32 i = begin; i < ROW_QUADS; i += PARTS * THREADS) {
+      const u32 q = row * ROW_QUADS + i;
+      if (row != row0 || i != begin) v = load_act16(x + (size_t)q * 4);
+      exchange.send16((u64)q * 16, v);
+    }
   exchange.clear(first, count);
   __syncthreads();
   exchange.end(quads * 16, gridDim.x, THREADS);
-#if HAS_BEST  // row by row
   __shared__ float values[WARPS];
   __shared__ int columns[WARPS];
-  for (u32 row = 0; row < rows; row++) {
+  for (u32 row = row0; row < rows; row += groups) {
     Choice best = least_choice(0);
-    for (u32 i = first; i < ROW_WORDS / 4; i += count) {
-      const u32 q = row * (ROW_WORDS / 4) + i;
+#pragma unroll 1
+    for (u32 i = begin; i < ROW_QUADS; i += PARTS * THREADS) {
+      const u32 q = row * ROW_QUADS + i;
       uint4 parts[RANKS];
-      exchange.receive16(q * 16, load_act16(x + q * 4), parts);
+      exchange.receive16((u64)q * 16, load_act16(x + (size_t)q * 4), parts);
 #pragma unroll
       for (u32 r = 0; r < RANKS; r++) {
         const u32 column = r * ROW_WORDS + i * 4;
-        u32* to = out + (size_t)row * COLUMNS + column;
-        if (COLUMNS % 4 == 0) {
-          if (column < COLUMNS) *(uint4*)to = parts[r];
-        } else {
-#pragma unroll
-          for (u32 k = 0; k < 4; k++)
-            if (column + k < COLUMNS) to[k] = word_of(parts[r], k);
-        }
+        store_quad(out, (size_t)row * COLUMNS + column, column, parts[r]);
         keep_quad(best, parts[r], column);
       }
     }
@@ -87,12 +96,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     if (threadIdx.x == 0) {
       for (u32 w = 1; w < WARPS; w++) keep_better(best, values[w], columns[w]);
-      best_out[row * gridDim.x + blockIdx.x] = best.value;
-      row_out[row * gridDim.x + blockIdx.x] = best.row;
+      best_out[row * PARTS + part] = best.value;
+      row_out[row * PARTS + part] = best.row;
     }
   }
 #else
-  for_quads(rows, quads, first, count, [&](u32 q) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (first < quads) v = load_quad(x, first, words);
+  exchange.ready();
+  for (u32 q = first; q < quads; q += count)
+    exchange.send16(q * 16, q == first ? v : load_quad(x, q, words));
+  exchange.clear(first, count);
+  __syncthreads();
+  exchange.end(quads * 16, gridDim.x, THREADS);
+  for (u32 q = first; q < quads; q += count) {
     uint4 parts[RANKS];
     exchange.receive16(q * 16, load_quad(x, q, words), parts);
 #pragma unroll
@@ -109,6 +126,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           out[(size_t)(word / ROW_WORDS) * COLUMNS + column] = word_of(parts[r], k);
       }
     }
-  });
+  }
 #endif
 }

@@ -4,12 +4,15 @@ from pathlib import Path
 
 from inkrt.plugins.all_reduce.launches import (
     ERROR,
+    MAX_BLOCKS,
     MAX_RANKS,
     QUAD_BYTES,
+    Grid,
     grid_of,
     is_wide,
     live_tokens,
 )
+from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.tactic import (
     GPU_TARGETS,
     CallArgs,
@@ -22,6 +25,21 @@ from inkrt.plugins.tactic import (
     number_arg,
     tensor_arg,
 )
+
+# Rows whose best are found side by side.
+_MOST_ROWS = MAX_VERIFY_TOKENS
+
+
+def grid_of_rows(num_tokens: int, row_words: int) -> tuple[Grid, int]:
+    """Blocks of the kernel that finds the best of every row, and how many of them have a row."""
+    quads, rows = row_words // 4, min(num_tokens, _MOST_ROWS)
+    threads, parts = 512, 0
+    for threads in (128, 256, 512):
+        parts = -(-quads // threads)
+        if parts * rows <= MAX_BLOCKS:
+            break
+    parts = min(parts, MAX_BLOCKS // rows)
+    return Grid(parts * rows, threads), parts
 
 
 def gather(
@@ -44,20 +62,21 @@ def gather(
         x: rows of this rank.
         out: rows of all ranks.
         best: where each block's largest float of every row goes, float32 [T, blocks], and the
-            lowest column that has it, int32 [T, blocks].
+            lowest column that has it, int32 [T, blocks]; blocks are those of a row.
     """
     assert 2 <= num_ranks <= MAX_RANKS, num_ranks
     assert best is None or row_words % 4 == 0, row_words
     num_quads = -(-num_tokens * row_words * 4 // QUAD_BYTES)
-    # With `best` a row at a time.
-    grid = grid_of(num_quads if best is None else row_words // 4)
+    grid, parts = grid_of(num_quads), 0
+    if best is not None:
+        grid, parts = grid_of_rows(num_tokens, row_words)
     return KernelLaunch(
         source=Path(__file__).parent / "all_gather.cu",
         entry="all_gather",
         defines=(
             ("RANKS", num_ranks), ("NUM_TOKENS", num_tokens), ("ROW_WORDS", row_words),
             ("COLUMNS", columns), ("THREADS", grid.threads), ("HAS_BEST", int(best is not None)),
-            ("IS_WIDE", int(is_wide(num_tokens))),
+            ("PARTS", parts), ("IS_WIDE", int(is_wide(num_tokens))),
         ),
         grid=(grid.blocks, 1, 1),
         block=(grid.threads, 1, 1),

@@ -12,8 +12,9 @@
 #define SENT 0
 #endif
 
-// Rows that a thread asks for at once; of many ranks more would not fit its registers.
-constexpr int AT_ONCE = ROWS <= 2 || RANKS <= 4 ? ROWS : 2;
+// Of rows that other blocks wait for, too, those that a thread asks for at once: more would not fit
+// its registers.
+constexpr int AT_ONCE = RANKS <= 2 ? 3 : 3 - (RANKS > 4) - (SPLIT == 2);
 
 // The sums of the rows that a thread convolves, in the model's dtype.
 struct SumOfRanks {
@@ -36,27 +37,41 @@ struct SumOfRanks {
     exchange.ready();
     exchange.send16(at, part);
   }
+  // The newest row by itself: as long as it is on its way, nothing else is asked for again and
+  // again. The others are there by then, or soon.
   INK_DEVICE void receive(int column) {
     // Many rows are not polled while there is nothing to come.
     if (SENT && ROWS > 1) exchange.await_own(offset(token, column));
+    receive_rows<ROWS - 1, 1>(column);
+    receive_older<0>(column);
+  }
+
+ private:
+  template <int FIRST>
+  INK_DEVICE void receive_older(int column) {
+    if constexpr (FIRST < ROWS - 1) {
+      constexpr int N = ROWS - 1 - FIRST < AT_ONCE ? ROWS - 1 - FIRST : AT_ONCE;
+      receive_rows<FIRST, N>(column);
+      receive_older<FIRST + N>(column);
+    }
+  }
+  template <int FIRST, int N>
+  INK_DEVICE void receive_rows(int column) {
+    u64 offsets[N];
+    bool is_wanted[N];
+    uint4 own[N], of_ranks[N][RANKS];
 #pragma unroll
-    for (int first = 0; first < ROWS; first += AT_ONCE) {
-      u64 offsets[AT_ONCE];
-      bool is_wanted[AT_ONCE];
-      uint4 own[AT_ONCE], of_ranks[AT_ONCE][RANKS];
+    for (int i = 0; i < N; i++) {
+      is_wanted[i] = row_of(FIRST + i) >= 0;
+      offsets[i] = is_wanted[i] ? offset(row_of(FIRST + i), column) : 0;
+      own[i] = make_uint4(0, 0, 0, 0);
+      if (!SENT) own[i] = load_act16((const u8*)parts + offsets[i]);
+    }
+    exchange.receive16<N, SENT>(offsets, is_wanted, own, of_ranks);
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        is_wanted[i] = first + i < ROWS && row_of(first + i) >= 0;
-        offsets[i] = is_wanted[i] ? offset(row_of(first + i), column) : 0;
-        own[i] = make_uint4(0, 0, 0, 0);
-        if (!SENT) own[i] = load_act16((const u8*)parts + offsets[i]);
-      }
-      exchange.receive16<AT_ONCE, SENT>(offsets, is_wanted, own, of_ranks);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const float4 sum = sum_of_ranks(of_ranks[i]);
-        if (first + i < ROWS) sums[first + i] = round_four(Four{{sum.x, sum.y, sum.z, sum.w}});
-      }
+    for (int i = 0; i < N; i++) {
+      const float4 sum = sum_of_ranks(of_ranks[i]);
+      sums[FIRST + i] = round_four(Four{{sum.x, sum.y, sum.z, sum.w}});
     }
   }
 };

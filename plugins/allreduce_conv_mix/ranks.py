@@ -26,8 +26,6 @@ from inkrt.plugins.tactic import (
 _TAPS = 4
 # Names of kernels with the exchange, by the way of one rank.
 _FUSED = {"slice_a_block": "push_in_slices", "row_a_cluster": "push_in_cluster"}
-# Four rows of parts do not fit the registers of a cluster's larger blocks.
-_FUSED_OF_SEVERAL = ("slice_a_block",)
 
 
 def find_tactics(target: str, args: CallArgs, of_one_rank: FindTactics) -> list[Tactic]:
@@ -59,8 +57,7 @@ def find_tactics(target: str, args: CallArgs, of_one_rank: FindTactics) -> list[
     behind: list[Tactic] = []
     for way in alone:
         first = way.kernels[0]
-        is_fused = way.name in (_FUSED if num_rows < _TAPS else _FUSED_OF_SEVERAL)
-        if is_fused and len(way.kernels) == 1 and first.grid[0] <= MAX_BLOCKS:
+        if way.name in _FUSED and len(way.kernels) == 1 and first.grid[0] <= MAX_BLOCKS:
             fused = _fused(first, num_ranks, num_rows, width)
             within.append(Tactic(_FUSED[way.name], (fused,), way.bytes + extra, 0))
         if way.name == "row_a_block" and num_rows <= MAX_VERIFY_TOKENS:

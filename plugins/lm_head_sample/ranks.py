@@ -5,8 +5,8 @@ A softcap takes every logit by itself, so a rank's head may apply it before the 
 
 from dataclasses import replace
 
-from inkrt.plugins.all_gather.tactics import gather
-from inkrt.plugins.all_reduce.launches import MAX_RANKS, grid_of
+from inkrt.plugins.all_gather.tactics import gather, grid_of_rows
+from inkrt.plugins.all_reduce.launches import MAX_RANKS
 from inkrt.plugins.tactic import (
     CallArgs,
     FindTactics,
@@ -42,10 +42,9 @@ def find_tactics(target: str, args: CallArgs, of_one_rank: FindTactics) -> list[
         if last.entry != "sample":
             continue
         own = Scratch("slice", 4 * num_tokens * rows)
-        count = grid_of(rows // 4).blocks
+        _, count = grid_of_rows(num_tokens, rows)
         best, row = (Scratch(f"{x}_of_all", 4 * num_tokens * count) for x in ("best", "row"))
         push = gather(num_ranks, num_tokens, rows, vocab_size, x=own, out=_LOGITS, best=(best, row))
-        assert push.grid[0] == count
         draw = sample(
             vocab_size, num_tokens, count, last_row=bool(args["last_row"]),
             names={"best": best, "row": row},

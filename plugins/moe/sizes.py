@@ -56,9 +56,17 @@ def own_router_rows(dims: MoeDims) -> int:
     return min(WARPS * 32 // router_threads(dims.hidden), MOST_ROUTER_ROWS)
 
 
+def router_shares(num_tokens: int) -> tuple[int, int]:
+    """Sets of threads of router.cu that share K, and tokens of each, a power of two."""
+    if num_tokens == 1:
+        return 1, 1
+    return 2, 1 << (-(-min(num_tokens, MAX_TOKENS) // 2) - 1).bit_length()
+
+
 def router_bytes(dims: MoeDims, rows: int, num_tokens: int) -> int:
     """`Shared` of router.cu, of `rows` experts a block."""
-    sums = rows * (1 if num_tokens == 1 else MAX_TOKENS)
+    shares, share = router_shares(num_tokens)
+    sums = rows * shares * share
     return struct_bytes(
         (rows * dims.hidden * 4, 128), (router_threads(dims.hidden) // 32 * sums * 4, 4), (8, 8)
     )

@@ -21,6 +21,7 @@ from inkrt.plugins.moe.sizes import (
     most_block_tiles,
     own_router_rows,
     router_bytes,
+    router_shares,
     router_threads,
 )
 from inkrt.plugins.tactic import (
@@ -45,7 +46,9 @@ _FORMATS: dict[Format, int] = {"nvfp4": 0, "bf16": 1, "mxfp8": 2}
 MOST_STAGES = 8
 # Of a multiprocessor; a block takes 1024 bytes more than it asks for.
 SM_BYTES = 228 * 1024
-# Of a thread. Beside each other: 192 x 40 + 768 x 72 of 65536 registers; or, where there is no
+# Of a thread. Of several tokens 384 x 80, beside two blocks of `allreduce_conv_mix`.
+ROUTER_REGISTERS_OF_SEVERAL = 80
+# Beside each other: 192 x 40 + 768 x 72 of 65536 registers; or, where there is no
 # router, 768 x 64 + 128 x 120 of an `allreduce_conv_mix`, which takes some KB.
 ROUTER_REGISTERS, REGISTERS_BESIDE, REGISTERS = 40, 72, 80
 REGISTERS_BESIDE_MIX, MIX_BYTES = 64, 16 * 1024
@@ -197,17 +200,18 @@ def moe(
     router_rows = min(-(-dims.experts // MULTIPROCESSORS), MOST_ROUTER_ROWS)
     router_blocks = -(-dims.experts // router_rows)
     router_smem = router_bytes(dims, router_rows, num_tokens)
+    shares, share = router_shares(num_tokens)
     router = KernelLaunch(
         source=_FOLDER / "router.cu",
         entry="moe_router",
         defines=(
             ("HIDDEN", dims.hidden), ("EXPERTS", dims.experts), ("ROWS", router_rows),
             ("BLOCKS", router_blocks), ("NUM_THREADS", router_threads(dims.hidden)),
-            ("ONE_TOKEN", one_token), ("TRIGGER", 0),
-            ("REGISTERS", ROUTER_REGISTERS if one_token else 255),
+            ("TOKENS", rows), ("SHARES", shares), ("SHARE", share), ("TRIGGER", 0),
+            ("REGISTERS", ROUTER_REGISTERS if one_token else ROUTER_REGISTERS_OF_SEVERAL),
         ),
         grid=(router_blocks * -(-num_tokens // MAX_TOKENS), 1, 1),
-        block=(router_threads(dims.hidden), 1, 1),
+        block=(shares * router_threads(dims.hidden), 1, 1),
         params=(
             Pointer("x"), Pointer("router_weight"), scores, Scratch("error", 4, fill=0),
             Int32(num_tokens),

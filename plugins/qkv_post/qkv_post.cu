@@ -19,27 +19,28 @@ INK_DEVICE float growth(int position, float log_alpha) {
 
 // Heads of queries or of relative states: jobs [token][head] from `job` on.
 template <int LANES>
-INK_DEVICE void finish_queries(int job, int lane, const Step& step, int num_rows, const bf16* x,
-                               const bf16* scale, bf16* out, float threshold, float log_alpha) {
+INK_DEVICE void finish_queries(int job, int lane, const int* position, const int* num_tokens,
+                               int num_rows, const bf16* x, const bf16* scale, bf16* out,
+                               float threshold, float log_alpha) {
   const int token = job / HEADS, head = job % HEADS, column = lane % LANES * 4;
   const size_t at = (size_t)job * (4 * LANES) + column;
-  // What is loaded early does not wait for the number of tokens.
-  const bool is_row = token < num_rows, is_live = is_row && token < step.num_tokens;
-  Four y = zero_four();
-  if (is_row) y = load_weight_four<false>(scale, head * (4 * LANES) + column);
+  const bool is_row = token < num_rows;
+  Four y = zero_four(), s = zero_four();
+  if (is_row) y = four_of(load_early8(scale + head * (4 * LANES) + column));
+  const int first = LOG_N_FLOOR > 0 ? load_act_int(position) : 0, live = load_act_int(num_tokens);
   pdl_wait();
-  Four s = zero_four();
-  if (is_live) s = load_act_four<false>(x, at);
+  // Rows behind the last token are there, too: only what is stored waits for the number of tokens.
+  if (is_row) s = load_act_four<false>(x, at);
 #pragma unroll
   for (int i = 0; i < 4; i++) y.v[i] = __fmul_rn(s.v[i], y.v[i]);
   y = clip_head<LANES>(y, threshold);
   if (LOG_N_FLOOR > 0) {
-    const float tau = growth(step.position + token, log_alpha);
+    const float tau = growth(first + token, log_alpha);
     y = round_four(y);
 #pragma unroll
     for (int i = 0; i < 4; i++) y.v[i] = __fmul_rn(y.v[i], tau);
   }
-  if (is_live) store_four<false>(out, at, y);
+  if (is_row && token < live) store_four<false>(out, at, y);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
@@ -56,38 +57,45 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   constexpr int JOBS = 32 / HEAD_LANES, REL_JOBS = 32 / REL_LANES;
   const int kv_warps = (num_rows * KV_HEADS + JOBS - 1) / JOBS;
   const int q_warps = (num_rows * HEADS + JOBS - 1) / JOBS;
-  const Step step = load_step(position, num_tokens, slot);
   if (warp >= 2 * kv_warps) {
     warp -= 2 * kv_warps;
     if (warp < q_warps)
-      finish_queries<HEAD_LANES>(warp * JOBS + lane / HEAD_LANES, lane, step, num_rows, q, q_scale,
-                                 q_out, qk_threshold, log_alpha);
+      finish_queries<HEAD_LANES>(warp * JOBS + lane / HEAD_LANES, lane, position, num_tokens,
+                                 num_rows, q, q_scale, q_out, qk_threshold, log_alpha);
     else  // or nothing, in the last block
-      finish_queries<REL_LANES>((warp - q_warps) * REL_JOBS + lane / REL_LANES, lane, step,
-                                num_rows, rel, rel_scale, rel_out, rel_threshold, log_alpha);
+      finish_queries<REL_LANES>((warp - q_warps) * REL_JOBS + lane / REL_LANES, lane, position,
+                                num_tokens, num_rows, rel, rel_scale, rel_out, rel_threshold,
+                                log_alpha);
     return;
   }
   const bool is_value = warp >= kv_warps;
   if (is_value) warp -= kv_warps;
   const int job = warp * JOBS + lane / HEAD_LANES, token = job / KV_HEADS, head = job % KV_HEADS;
   const int dim = lane % HEAD_LANES * 4, channel = head * HEAD + dim;
-  const bool is_row = token < num_rows, is_live = is_row && token < step.num_tokens;
   const bf16* const x = is_value ? v : k;
   const void* const weight = is_value ? v_conv_weight : k_conv_weight;
   bf16* const ring = is_value ? v_ring : k_ring;
+  const Step step = load_step(position, num_tokens, slot);
+  const int p = step.position + token;
+  const bool is_live = token < num_rows && token < step.num_tokens;
+  int page = 0;
   uint2 past[PAST];
 #if DYNAMIC
   DynamicTaps taps;
-  if (is_row) taps.load<CHANNELS>((const bf16*)weight, channel);
 #else
   Taps taps;
-  if (is_row) taps.load((const float*)weight, channel);
 #endif
-  if (is_row && RING_IS_WIDE) load_past<RING, CHANNELS>(past, ring, step, token, channel);
-  const int p = step.position + token;
-  int page = 0;
-  if (is_live)
+  // What depends on the step comes first: the machine cannot tell its arrival from that of loads
+  // asked for since. So nothing early is waited for until rows have been asked for.
+  if (is_live) {
     page = kv_layout::page_of(p, KV_RING ? nullptr : page_table, step.slot, KV_RING ? KV_RING : 1);
+    if (RING_IS_WIDE) load_past<RING, CHANNELS>(past, ring, step, token, channel);
+#if DYNAMIC
+    taps.load<CHANNELS>((const bf16*)weight, channel);
+#else
+    taps.load((const float*)weight, channel);
+#endif
+  }
   pdl_wait();
   Four y = zero_four();
   if (is_live) {

@@ -21,6 +21,15 @@ INK_DEVICE Step load_step(const int* position, const int* num_tokens, const int*
   return Step{load_act_int(position), load_act_int(num_tokens), load_act_int(slot)};
 }
 
+// What never changes, asked for in front of the kernel's wait. The compiler may move loads through
+// the non-coherent path behind it; these stay.
+INK_DEVICE uint2 load_early8(const void* p) {
+  return load_act8(p);
+}
+INK_DEVICE uint4 load_early16(const void* p) {
+  return load_act16(p);
+}
+
 // Element of a ring [slots][PLACES][COLUMNS] where the channel of a position stands.
 template <int PLACES, int COLUMNS>
 INK_DEVICE size_t ring_at(const Step& step, int position, int channel) {
@@ -38,23 +47,26 @@ INK_DEVICE void load_past(uint2 (&x)[PAST], const bf16* ring, const Step& step, 
     if (older < 0 && p >= 0) x[i] = load_act8(ring + ring_at<PLACES, COLUMNS>(step, p, channel));
   }
 }
-// All inputs of a row, the oldest first. `source.load(row, channel)` gives those of the step.
+// All inputs of a row, the oldest first. `source.load(row, channel)` gives those of the step. They
+// are loaded whether or not they are wanted, into registers of their own: in those of `past` they
+// would wait for what is on its way there.
 template <class Source>
 INK_DEVICE void load_inputs(Four (&x)[TAPS], const uint2 (&past)[PAST], const Source& source,
                             int row, int channel) {
+  uint2 bits[TAPS];
 #pragma unroll
-  for (int i = 0; i < TAPS; i++) {
-    const int r = row - PAST + i;
-    x[i] = r >= 0 ? source.load(r, channel) : four_of(past[i < PAST ? i : 0]);
-  }
+  for (int i = 0; i < TAPS; i++) bits[i] = source.load(max(row - PAST + i, 0), channel);
+#pragma unroll
+  for (int i = 0; i < TAPS; i++)
+    x[i] = four_of(i == PAST || row - PAST + i >= 0 ? bits[i] : past[i < PAST ? i : 0]);
 }
 
 // Rows [T][COLUMNS] in bf16.
 template <int COLUMNS>
 struct Rows {
   const bf16* rows;
-  INK_DEVICE Four load(int row, int channel) const {
-    return load_act_four<false>(rows, (size_t)row * COLUMNS + channel);
+  INK_DEVICE uint2 load(int row, int channel) const {
+    return load_act8(rows + (size_t)row * COLUMNS + channel);
   }
 };
 
@@ -63,7 +75,7 @@ struct Taps {
   uint4 w[4];  // of a channel
   INK_DEVICE void load(const float* weight, int channel) {
 #pragma unroll
-    for (int c = 0; c < 4; c++) w[c] = load_weight16(weight + (size_t)(channel + c) * TAPS);
+    for (int c = 0; c < 4; c++) w[c] = load_early16(weight + (size_t)(channel + c) * TAPS);
   }
 };
 // (sum_j w_j x_j + x) / sqrt(5), or without the quotient; fused in the order of j, not rounded.
@@ -89,7 +101,7 @@ struct DynamicTaps {
   template <int COLUMNS>
   INK_DEVICE void load(const bf16* weight, int channel) {
 #pragma unroll
-    for (int lag = 0; lag < TAPS; lag++) w[lag] = load_weight8(weight + lag * COLUMNS + channel);
+    for (int lag = 0; lag < TAPS; lag++) w[lag] = load_early8(weight + lag * COLUMNS + channel);
   }
 };
 INK_DEVICE Four convolve(const Four (&x)[TAPS], const DynamicTaps& taps, const Four& own) {

@@ -44,6 +44,44 @@ def code_bytes(cubin: bytes) -> int:
     return size
 
 
+def loads_held_up(cubin: bytes) -> list[int]:
+    """How many loads are held up behind each wait for earlier kernels, in Hopper's machine code.
+
+    An instruction of 128 bits names a counter that it raises until it is done, and counters that
+    have to be zero first. Held up are loads with an instruction in front of them, behind the last
+    early load, that waits for the counter of an early load. Code is read in the order of addresses,
+    from an early load to the first store behind the wait.
+    """
+    load, store, wait = 0x981, 0x986, 0x82E
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    _, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * 64) for i in range(count)]
+    found = []
+    for name, _, _, _, offset, size in headers:
+        start = headers[names][4] + name
+        if not cubin[start:].startswith(b".text."):
+            continue
+        counters: set[int] = set()  # of early loads
+        is_behind = is_held = False
+        for at in range(offset, offset + size, 16):
+            low, high = struct.unpack_from("<QQ", cubin, at)
+            operation, raised, awaited = low & 0xFFF, high >> 46 & 7, high >> 52 & 63
+            zero = {counter for counter in counters if awaited >> counter & 1}
+            is_held |= bool(zero)
+            counters -= zero
+            if operation == wait:
+                is_behind = True
+                found.append(0)
+            elif operation == load and is_behind:
+                found[-1] += is_held
+            elif operation == load:
+                counters.add(raised)
+                is_held = False
+            elif operation == store:
+                counters, is_behind, is_held = set(), False, False
+    return found
+
+
 def missing_functions(cubin: bytes) -> set[str]:
     """Names of functions that a cubin calls and does not have."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)

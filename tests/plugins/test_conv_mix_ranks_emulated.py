@@ -125,6 +125,7 @@ def call_args(arguments: dict[str, object]) -> dict:
         (3, 2, 512, 15, 1, 1, torch.float32, 2),
         (8, 8, 520, 1, 2, 3, torch.float32, 2),
         (8, 5, 256, 30, 1, 1, torch.bfloat16, 4),  # padding rows, through the ring's end
+        (5, 5, 512, 14, 2, 2, torch.bfloat16, 3),  # clusters that receive four rows
         (40, 37, 256, 3, 1, 1, torch.bfloat16, 2),  # a prefill step wider than the ring
     ],
 )
@@ -140,7 +141,8 @@ def test_ranks_agree_with_the_reference_and_tactics_in_bits(
     has_cluster = width % 512 == 0
     front = ["push_in_front", "push_in_front_row_a_cluster"][: 1 + has_cluster]
     if num_rows > 3:
-        assert names == [*front, "push_in_slices"][: 1 if num_rows > 8 else None]
+        within = ["push_in_slices", *["push_in_cluster"][:has_cluster]]
+        assert names == [*front, *within][: 1 if num_rows > 8 else None]
     else:
         assert names == ["push_in_slices", *["push_in_cluster"][:has_cluster], *front]
     state = arguments[0]["conv_state"].clone()  # type: ignore[attr-defined]

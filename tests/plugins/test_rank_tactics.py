@@ -8,7 +8,7 @@ from cubin import resources
 
 from inkrt.builder.compile import compile_cubin
 from inkrt.plugins.all_gather.tactics import find_tactics as all_gather
-from inkrt.plugins.all_gather.tactics import gather
+from inkrt.plugins.all_gather.tactics import gather, grid_of_rows
 from inkrt.plugins.all_reduce.launches import MAX_BLOCKS, grid_of
 from inkrt.plugins.all_reduce.tactics import find_tactics as all_reduce
 from inkrt.plugins.linear_conv_mix.tactics import find_tactics as linear_conv_mix
@@ -46,6 +46,15 @@ def test_blocks_of_a_launch_fit_a_gpu_at_once(num_quads: int) -> None:
     grid = grid_of(num_quads)
     assert 1 <= grid.blocks <= MAX_BLOCKS == 132
     assert grid.blocks == MAX_BLOCKS or grid.blocks * grid.threads >= num_quads
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 7, 8, 9, 512])
+@pytest.mark.parametrize("row_words", [4, 512, 516, 50016, 200060])
+def test_rows_of_logits_share_a_gpu(num_tokens: int, row_words: int) -> None:
+    """All rows of a verify step at once, each block with something of its row."""
+    grid, parts = grid_of_rows(num_tokens, row_words)
+    assert grid.blocks == parts * min(num_tokens, 8) <= MAX_BLOCKS
+    assert 0 <= (parts - 1) * grid.threads < row_words // 4
 
 
 @pytest.mark.parametrize(("num_tokens", "blocks"), [(1, 9), (8, 72), (512, 132)])

@@ -69,7 +69,7 @@ def make_jobs(memory: SharedMemory, num_ranks: int, count: int) -> list[Job]:
         size = expected.nbytes
         best = []
         if dict(kernel.defines).get("HAS_BEST"):
-            room = 4 * shape[0] * kernel.grid[0]
+            room = 4 * shape[0] * int(dict(kernel.defines)["PARTS"])
             best = [[memory.empty(room) for _ in range(2)] for _ in range(num_ranks)]
         return Job(
             kernel, [memory.put(each) for each in x],
@@ -84,13 +84,15 @@ def make_jobs(memory: SharedMemory, num_ranks: int, count: int) -> list[Job]:
             lambda x: all_reduce_op.sum_in_rank_order(x, dtype),
         )  # fmt: skip
 
-    def rows(num_tokens: int, width: int, columns: int, *, best: bool = False) -> Callable[[], Job]:
+    def rows(
+        num_tokens: int, width: int, columns: int, *, best: bool = False, live: int | None = None
+    ) -> Callable[[], Job]:
         kernel = gather(
             num_ranks, num_tokens, width, columns, x=Pointer("x"), out=Output(0),
             best=(Output(1), Output(2)) if best else None,
         )  # fmt: skip
         return lambda: job(
-            kernel, (num_tokens, width), num_tokens,
+            kernel, (num_tokens, width), live or num_tokens,
             lambda x: torch.cat(x, -1)[:, :columns].contiguous(),
         )  # fmt: skip
 
@@ -101,7 +103,9 @@ def make_jobs(memory: SharedMemory, num_ranks: int, count: int) -> list[Job]:
         rows(3, 7, num_ranks * 7),
         rows(2, 8, num_ranks * 8),
         rows(2, 12, num_ranks * 12 - 5, best=True),
-        rows(3, 1032, num_ranks * 1032 - 7, best=True),  # three blocks
+        rows(3, 1032, num_ranks * 1032 - 7, best=True),  # three blocks a row
+        rows(4, 516, num_ranks * 516 - 6, best=True),  # every other row aligned to 8 bytes only
+        rows(21, 516, num_ranks * 516 - 2, best=True, live=18),  # rows in turns
     ]
     return [kinds[number]() for number in generator.integers(len(kinds), size=count)]
 
@@ -124,8 +128,9 @@ def check(job: Job, rank: int) -> None:
     assert np.array_equal((got & mask) > infinity, is_nan)
     assert np.array_equal(got[~is_nan], job.expected[~is_nan])
     if job.best:
-        values = job.best[rank][0].view(np.float32).reshape(len(got), -1)
-        columns = job.best[rank][1].view(np.int32).reshape(len(got), -1)
+        parts = int(dict(job.kernel.defines)["PARTS"])
+        values = job.best[rank][0].view(np.float32).reshape(-1, parts)
+        columns = job.best[rank][1].view(np.int32).reshape(-1, parts)
         logits = torch.from_numpy(job.expected).view(torch.float32)
         for row in range(len(got)):
             first = int(logits[row].argmax())

@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC through cuda.bindings i
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "perf/kernels"), str(ROOT / "tests/builder")]
 
-from cubin import resources  # noqa: E402
+from cubin import loads_held_up, resources  # noqa: E402
 from ptx import compile_ptx, touched_before_wait  # noqa: E402
 
 from inkrt.builder.compile import compile_cubin  # noqa: E402
@@ -125,6 +125,23 @@ def test_kernels_keep_to_the_rules(name: str, args: CallArgs, count: int) -> Non
         assert not own & touched_before_wait(
             compile_ptx(kernel.source, kernel.defines), kernel.entry
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("qkv_post", post(1, (12, 2), (128, 16), full=False)),
+        ("qkv_post", post(8, (12, 2), (128, 16), full=True)),
+        ("allreduce_conv_mix", mix(1, 4, 1)),
+        ("allreduce_conv_mix", mix(8, 4, 1)),
+    ],
+)
+def test_rows_wait_for_nothing_that_is_on_its_way(name: str, args: CallArgs) -> None:
+    """Rows of the step are asked for right behind the wait, whenever weights and rings arrive."""
+    (kernel,) = find_tactics(name, "sm_90a", args)[0].kernels
+    held_up = loads_held_up(compile_cubin(kernel.source, kernel.defines, "sm_90a"))
+    assert held_up
+    assert not any(held_up), held_up
 
 
 def test_other_shapes_have_no_kernels() -> None:
