@@ -44,7 +44,7 @@ INK_DEVICE void store_quad(u32* out, size_t at, u32 column, const uint4& v) {
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     all_gather(const u32* x, u32* out, const Peers* peers, const int* num_tokens, float* best_out,
                int* row_out, int* error) {
   Exchange exchange(peers, error);

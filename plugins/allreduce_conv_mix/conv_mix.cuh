@@ -75,15 +75,12 @@ struct ConvMix {
     short_conv::load_past<RING, WIDTH>(past, ring, step, token, column);
   }
   INK_DEVICE void early(int column) {
-    // What depends on the step comes first, whether it has the token, too: the machine cannot tell
-    // its arrival from that of loads that have been asked for since.
-    if (!has_token()) return;
-    if (RING_IS_WIDE) load_past(column);
-    taps.load(conv_weight, column);
+    taps.load<false>(conv_weight, column);
 #pragma unroll
     for (int i = 0; i < QUERIES; i++)
-      query[i] = four_of(short_conv::load_early16(queries + (size_t)i * WIDTH + column));
+      query[i] = load_weight_four<true>(queries, (size_t)i * WIDTH + column);
     load_norms(column);
+    if (RING_IS_WIDE) load_past(column);  // last: it waits for the position
   }
   INK_DEVICE void first(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
     if (!RING_IS_WIDE) load_past(column);
@@ -132,7 +129,7 @@ struct ConvMix {
  private:
   INK_DEVICE void load_norms(int column) {
 #pragma unroll
-    for (int i = 0; i < QUERIES; i++) norm[i] = short_conv::load_early8(norm_weights[i] + column);
+    for (int i = 0; i < QUERIES; i++) norm[i] = load_weight8(norm_weights[i] + column);
   }
   INK_DEVICE void load_former(int column, Four (&s)[MIX_SOURCES]) {
 #pragma unroll

@@ -73,9 +73,13 @@ struct Rows {
 // Static taps, float32 [channel][4], the current token last.
 struct Taps {
   uint4 w[4];  // of a channel
+  template <bool STAYS = true>  // in front of the wait
   INK_DEVICE void load(const float* weight, int channel) {
 #pragma unroll
-    for (int c = 0; c < 4; c++) w[c] = load_early16(weight + (size_t)(channel + c) * TAPS);
+    for (int c = 0; c < 4; c++) {
+      const float* const from = weight + (size_t)(channel + c) * TAPS;
+      w[c] = STAYS ? load_early16(from) : load_weight16(from);
+    }
   }
 };
 // (sum_j w_j x_j + x) / sqrt(5), or without the quotient; fused in the order of j, not rounded.

@@ -9,12 +9,11 @@
 // Up to 192 KB a multiprocessor are asked for before the wait. All at once they would be 5.5 us of
 // what the memory gives, and what is asked for meanwhile, activations and code of other kernels,
 // would come behind them. So PACE stages of the block are on their way at once, about as many as
-// keep the memory busy; and the last LATE of a warp's first stages are asked for behind the wait and
-// the activations, which they are to fill the time of.
+// keep the memory busy.
 //
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
 // neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
-// a warp's), STAGES, PACE (0: no bound), LATE (below STAGES); and what becomes of a product:
+// a warp's), STAGES, PACE (0: no bound); and what becomes of a product:
 //   RESULT 0  y bf16
 //   RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
@@ -35,14 +34,13 @@ constexpr int PARTS = NV / STAGE_VECTORS;  // stages of a warp's share of a tile
 constexpr int HEAD_WARPS = 4;              // that have outputs
 static_assert(NV % STAGE_VECTORS == 0, "whole stages");
 static_assert(NUM_WARPS >= HEAD_WARPS, "128 outputs of a tile");
-static_assert(LATE < STAGES, "some are asked for early");
 
 struct Shared {
   alignas(128) u8 ring[NUM_WARPS * STAGES * STAGE_BYTES];
   // Of two tiles, so one barrier a tile is enough.
   alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];
   u64 bars[NUM_WARPS * STAGES];
-  u64 started;  // all warps have asked for their early stages
+  u64 started;  // all warps have asked for their first stages
 #if RESULT == 2
   float best[HEAD_WARPS][MAX_TOKENS];
   int best_row[HEAD_WARPS][MAX_TOKENS];
@@ -83,18 +81,26 @@ struct Stream {
   int warp, lane;
   // The stage to be requested next: part `part` of tile `tile`.
   int tile = blockIdx.x, part = 0;
+  const u8* source = nullptr;
   int slot = 0;  // that is used next
   u32 parity = 0;
 
-  INK_DEVICE void request(int to) {
-    if (tile >= NUM_TILES) return;
-    if (lane == 0) {
+  INK_DEVICE const u8* next() {  // null: no more
+    if (tile >= NUM_TILES) return nullptr;
+    if (part == 0) source = place_of(pointers, tile).weights + warp * NV * CODE_BYTES;
+    const u8* stage = source;
+    source += STAGE_BYTES;
+    if (++part == PARTS) part = 0, tile += gridDim.x;
+    return stage;
+  }
+  INK_DEVICE void request(int to, bool is_again, int* error) {
+    const u8* from = next();
+    if (from && lane == 0) {
+      // Whoever waits for a first stage must not find that its barrier is two stages on.
+      if (PACE > 0 && is_again) mbar_wait(&sm.started, 0, error);
       mbar_expect(bars + to, STAGE_BYTES);
-      const int vector = warp * NV + part * STAGE_VECTORS;
-      const u8* from = place_of(pointers, tile).weights + vector * CODE_BYTES;
       load_weights(ring + to * STAGE_BYTES, from, STAGE_BYTES, bars + to);
     }
-    if (++part == PARTS) part = 0, tile += gridDim.x;
   }
   INK_DEVICE void begin(int* error) {
     if (lane == 0)
@@ -103,18 +109,14 @@ struct Stream {
     if (threadIdx.x == 0) mbar_init(&sm.started, NUM_WARPS);
     __syncthreads();  // warps wait for each other's stages
 #pragma unroll 1
-    for (int s = 0; s < STAGES - LATE; s++) {
+    for (int s = 0; s < STAGES; s++) {
       const int before = s * NUM_WARPS + warp - PACE;
       if (PACE > 0 && before >= 0 && tile < NUM_TILES && lane == 0)
         mbar_wait(sm.bars + before % NUM_WARPS * STAGES + before / NUM_WARPS, 0, error);
-      request(s);
+      request(s, false, error);
     }
     if (lane == 0) mbar_arrive(&sm.started);
     __syncwarp();
-  }
-  INK_DEVICE void request_late() {
-#pragma unroll 1
-    for (int s = STAGES - LATE; s < STAGES; s++) request(s);
   }
   INK_DEVICE void multiply_stage(Tile& sum, const Tokens* b, int* error) {
     mbar_wait(bars + slot, parity, error);
@@ -128,9 +130,7 @@ struct Stream {
       multiply(sum, codes, Scales{0, 0}, b[v]);
     }
     __syncwarp();  // all lanes are done with the stage
-    // Whoever waits for an early stage must not find that its barrier is two stages on.
-    if (PACE > 0 && lane == 0) mbar_wait(&sm.started, 0, error);
-    request(slot);
+    request(slot, true, error);
     if (++slot == STAGES) slot = 0, parity ^= 1;
   }
 };
@@ -188,7 +188,6 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
         if (input == i) x = pointers.x[i];
       load_rows(b, x, warp * NV, lane, T);
     }
-    if (LATE > 0 && tile == blockIdx.x) stream.request_late();
     Tile sum = zero_tile();
 #pragma unroll
     for (int p = 0; p < PARTS; p++) stream.multiply_stage(sum, b.v + p * STAGE_VECTORS, error);

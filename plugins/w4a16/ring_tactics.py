@@ -119,15 +119,10 @@ def rings(width: int, tiles: int) -> list[Ring]:
     warps, share = split_of(width)
     vectors = 2 if share % 2 == 0 else 1
     # A short list of tiles needs no long ring.
-    most = _most_stages(tiles, share, vectors)
+    most = -(-tiles // MULTIPROCESSORS) * share // vectors
     stage = warps * vectors * _VECTOR_BYTES
     found = [Ring(warps, vectors, min(most, size // stage)) for size in RING_BYTES]
     return list(dict.fromkeys(found))
-
-
-def _most_stages(tiles: int, share: int, vectors: int) -> int:
-    """Of a warp, in the block of most tiles."""
-    return -(-tiles // MULTIPROCESSORS) * share // vectors
 
 
 def split_of(width: int) -> tuple[int, int]:
@@ -241,9 +236,6 @@ def _kernel(
         )
         own |= {f"{name}{i}": values[min(i, len(values) - 1)] for i in range(count)}
     smem = ring.smem(group.width, num_tokens, is_head=best is not None)
-    # Where all fits the ring there is time enough before the wait.
-    most = _most_stages(group.tiles, split_of(group.width)[1], ring.vectors)
-    late = 1 < ring.stages < most
     return launch(
         "ring_linear",
         [
@@ -251,7 +243,7 @@ def _kernel(
             ("INPUTS", len(group.inputs)), ("INPUT_OF", _listed(group.input_of)),
             ("DIM_K", group.width), ("NUM_WARPS", ring.warps), ("STAGE_VECTORS", ring.vectors),
             ("STAGES", ring.stages), ("PACE", _PACE_BYTES // (_VECTOR_BYTES * ring.vectors)),
-            ("LATE", int(late)), *macros, *variant(_DIMS, num_tokens),
+            *macros, *variant(_DIMS, num_tokens),
         ],
         blocks=min(group.tiles, MULTIPROCESSORS),
         threads=32 * ring.warps,

@@ -65,8 +65,7 @@ def mix_args(num_tokens: int) -> CallArgs:
 def test_pairs_that_push_read_early_what_is_older_than_the_sender(num_tokens: int) -> None:
     x = {"x": TensorArg((num_tokens, 256), BF16), "weight": TensorArg((WIDTH, 256), BF16)}
     tactics = linear_conv_mix("sm_90a", {**mix_args(num_tokens), **x})
-    names = {"slices", "cluster"} if num_tokens < 4 else {"slices"}
-    assert {tactic.name.rpartition("_")[2] for tactic in tactics} == names
+    assert {tactic.name.rpartition("_")[2] for tactic in tactics} == {"slices", "cluster"}
     for tactic in {tactic.name.rpartition("_")[2]: tactic for tactic in tactics}.values():
         sender, receiver = tactic.kernels
         # Else the receiver could start while older launches still run.
