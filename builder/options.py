@@ -118,6 +118,15 @@ class BuildOptions:
         ):
             if (got := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
+        if self.sums == "pushed" and (self.target == "cpu" or self.tp_size == 1):
+            raise ConfigError(
+                f"sums 'pushed' is for several ranks on GPUs, got target {self.target} and tp size "
+                f"{self.tp_size}; leave the option out"
+            )
+        if self.sums == "pushed" and self.keep_intermediates:
+            raise ConfigError(
+                "sums 'pushed' leaves no intermediate results to keep; leave one of the options out"
+            )
 
 
 def rebuild_command(options: BuildOptions, has_draft_checkpoint: bool = False) -> str:

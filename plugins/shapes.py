@@ -28,7 +28,7 @@ def in_name_of(op: str) -> Iterator[None]:
         yield
     except BuildError as error:
         _, _, text = str(error).partition(": ")
-        raise BuildError(f"ink::{op}: {text}") from error
+        raise BuildError(f"ink::{op}: {text or error}") from error
 
 
 class Axes:

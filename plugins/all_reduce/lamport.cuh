@@ -51,7 +51,8 @@ struct Exchange {
     own_slot = rank * slot_bytes;
     buffer_bytes = RANKS * slot_bytes;
   }
-  // Behind pdl_wait(), by all threads that send, receive or clear. It asks for what `ready` waits
+  // Behind pdl_wait(), or in front of it where the launch before has sent (push.cuh), by all threads
+  // that send, receive or clear. It asks for what `ready` waits
   // for, so in between a thread should ask for what it will send.
   INK_DEVICE void begin() {
     const uint2 now = load_act8(turns + blockIdx.x);
@@ -132,8 +133,8 @@ struct Exchange {
     }
   }
   // By the first `threads` of each of the launch's first `blocks`, which are all that take part,
-  // behind a barrier of the block that follows `begin`: the launch has filled num_bytes of a slot (FILLED_OWN
-  // added: its own one, too).
+  // behind a barrier of the block that follows `begin`: the launch has filled num_bytes of a slot
+  // (FILLED_OWN added: its own one, too).
   INK_DEVICE void end(u32 num_bytes, u32 blocks, u32 threads) const {
     for (u32 i = blockIdx.x + threadIdx.x * blocks; i < MAX_BLOCKS; i += threads * blocks)
       *(uint2*)(turns + i) = make_uint2(buffer + 1 < BUFFERS ? buffer + 1 : 0, num_bytes);

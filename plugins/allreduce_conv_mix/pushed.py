@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from inkrt.plugins.all_reduce.launches import ERROR
+from inkrt.plugins.all_reduce.launches import ERROR, MAX_BLOCKS
 from inkrt.plugins.allreduce_conv_mix.tactics import find_tactics
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.tactic import (
@@ -76,6 +76,7 @@ def _sending(kernel: KernelLaunch, num_ranks: int, peers: Peers) -> KernelLaunch
     own: dict[str, int | float | str] = {"RANKS": num_ranks, "TRIGGER": 1}
     own |= _SENDS[kernel.entry]
     defines = {**dict(kernel.defines), **own}
+    assert kernel.grid[0] <= MAX_BLOCKS, "a block reads a turn of its own"
     params: list[Param] = [peers if param == Output(0) else param for param in kernel.params]
     live = InputPointer("num_tokens")
     if kernel.entry == "moe_experts":  # in front of `rows` and `first`

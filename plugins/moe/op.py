@@ -113,6 +113,11 @@ def cases() -> list[Case]:
         make("T3_wide", 3, 4608, 32, 9, 4, form="nvfp4"),
         make("T1_many_experts", 1, 64, 16, 384, 8),
         make("T4_many_experts", 4, 64, 16, 384, 8, form="nvfp4"),
+        # Warps of the choice with a lane's experts in part, and lanes with eight.
+        make("T3_130_experts", 3, 64, 16, 130, 8, form="nvfp4"),
+        make("T4_400_experts", 4, 64, 16, 400, 8, form="nvfp4"),
+        make("T2_65_experts_of_260", 2, 64, 32, 260, 8, partial=True, rank=1, num_ranks=4,
+             form="nvfp4"),
     ]  # fmt: skip
 
 

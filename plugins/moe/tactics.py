@@ -46,7 +46,8 @@ _FORMATS: dict[Format, int] = {"nvfp4": 0, "bf16": 1, "mxfp8": 2}
 MOST_STAGES = 8
 # Of a multiprocessor; a block takes 1024 bytes more than it asks for.
 SM_BYTES = 228 * 1024
-# Of a thread. Of several tokens 384 x 80, beside two blocks of `allreduce_conv_mix`.
+# Registers of a thread.
+# Of several tokens 384 x 80, beside two blocks of `allreduce_conv_mix`.
 ROUTER_REGISTERS_OF_SEVERAL = 80
 # Beside each other: 192 x 40 + 768 x 72 of 65536 registers; or, where there is no
 # router, 768 x 64 + 128 x 120 of an `allreduce_conv_mix`, which takes some KB.

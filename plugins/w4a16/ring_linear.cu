@@ -2,9 +2,9 @@
 //
 // Block b of a grid of at most one block a multiprocessor takes the row tiles b, b + blocks, ... of
 // all matrices one behind the other. Each warp owns VECTORS / NUM_WARPS vectors of K of every tile,
-// which lie together, and a ring of STAGES stages in shared memory that bulk copies of its own fill:
-// no warp waits for another but to add up a tile. A sum depends on K's split alone, and the split
-// on K: it is that of linear.cu.
+// which lie together, and a ring of STAGES stages in shared memory that bulk copies of its own
+// fill: behind its first stages no warp waits for another but to add up a tile. A sum depends on
+// K's split alone, and the split on K: it is that of linear.cu.
 //
 // Up to 192 KB a multiprocessor are asked for before the wait. All at once they would be 5.5 us of
 // what the memory gives, and what is asked for meanwhile, activations and code of other kernels,
@@ -155,8 +155,8 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
                              {x0, x1, x2, x3},
                              {y0, y1, y2, y3, y4, y5, y6, y7}};
   trigger_first();
-  Stream stream = {pointers, sm, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp,
-                   lane};
+  Stream stream = {
+      pointers, sm, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp, lane};
 #if RESULT == 3
   const Peers* const peers = (const Peers*)y0;
   const Push::Asked asked = Push::asked(peers, error, num_tokens);  // in front of large loads

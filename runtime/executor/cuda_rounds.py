@@ -43,9 +43,6 @@ assert ROUND_STATE.fields is not None
 _WRITABLE_END = int(ROUND_STATE.fields["writable_end"][1])  # bytes from the state's start
 # Whether GPUs run rounds at all; else the host does, step by step, and no graph of a round is made.
 ON_DEVICE = True
-# Whether kernels of one body of a conditional node may start beside their predecessors, as those of
-# a step do in its own graph. perf/kernels/graph_probe.py tells what a driver does of it.
-PDL_IN_BODIES = True
 # Longest that a round may take, in seconds, some thousand times what it does.
 ROUND_S = 20.0
 # Threads of the kernels between the steps.
@@ -252,7 +249,7 @@ class RankRounds:
         outputs = {name: plan.tensors[index] for name, index in plan.outputs.items()}
         confidences = outputs.get("confidences")
         drafting = builder.if_then(draft).begin_building()
-        rank.add_plan(drafting, plan, pdl=PDL_IN_BODIES)
+        rank.add_plan(drafting, plan)
         choose = (
             self._state,
             memory.address(plan.name, outputs["tokens"]),
@@ -262,23 +259,19 @@ class RankRounds:
             num_tokens,
             handles[1],
         )
-        rank.add_control(
-            drafting, ROUND_CODE, "choose_width", choose, threads=_WARP, pdl=PDL_IN_BODIES
-        )
+        rank.add_control(drafting, ROUND_CODE, "choose_width", choose, threads=_WARP)
         drafting.end_building()
 
         bodies = builder.switch(width, len(self._plans))
         for body, plan in zip(bodies, self._plans, strict=True):
             body.begin_building()
-            rank.add_plan(body, plan, pdl=PDL_IN_BODIES)
+            rank.add_plan(body, plan)
             if has_test and plan.name in rank.ratio_tests:
                 test = rank.ratio_tests[plan.name]
-                rank.add_plan(body, test, is_first=False, pdl=PDL_IN_BODIES)
+                rank.add_plan(body, test, is_first=False)
             drawn = memory.address(plan.name, plan.tensors[plan.outputs["tokens"]])
             commit = (self._state, drawn, tokens, position, ring, memory.error)
-            rank.add_control(
-                body, ROUND_CODE, "commit_round", commit, threads=_WARP, pdl=PDL_IN_BODIES
-            )
+            rank.add_control(body, ROUND_CODE, "commit_round", commit, threads=_WARP)
             body.end_building()
         self._builders.append(builder)
         graph = builder.end_building().complete()

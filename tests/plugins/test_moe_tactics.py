@@ -141,7 +141,7 @@ def in_flight(kernel: KernelLaunch) -> int:
     return int(defines["WARPS"] * defines["STAGES"] * defines["STAGE_VECTORS"] * vector)
 
 
-def test_the_first_tactic_is_the_one_that_was_measured() -> None:
+def test_the_first_tactic_is_the_one_with_which_steps_took_least() -> None:
     first = [tactic(SLICE, num_tokens).name for num_tokens in (1, 8)]
     assert first == ["moe_beside", "moe_words_rows"]
     names = [tactic.name for tactic in all_tactics(SLICE, 1)]
