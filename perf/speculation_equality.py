@@ -213,7 +213,8 @@ def write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         say(f"{name}: {length:.2f} tokens a round, standard error {error:.3f}")
     by_device = sum(row.on_device for row in rows)
     steps = sum(row.rounds + row.plain_steps for row in rows)
-    say(f"{by_device} of {steps} steps by the device alone, and once more by the host")
+    again = "; the host ran their rounds again, which were the same" if by_device else ""
+    say(f"{by_device} of {steps} steps by the device alone{again}")
     say(f"equal: {sum(row.tokens for row in rows)} tokens behind {options.count} prompts")
     result = {
         "workload": f"{options.count} prompts of up to {MAX_LENGTH} tokens, coupled and plain",
