@@ -10,13 +10,16 @@ Three fifths of the prompts are held-out texts, cut at the places where somethin
 tasks of every kind. Each is answered at temperature 0 and 1, without speculation and with it, in
 one process with one thread, or by an engine on a GPU, which is opened once (`--jobs 1`). Drafts
 come from the engine's drafter with all widths fixed, from the drafter with widths by confidence, or
-from n-grams, in turns. Cuts of one text share the steps that read its whole pieces, by
-`Session.fork`; what follows them is what a new session would do.
+from n-grams, in turns. Where the device runs rounds by itself, those are run a third time, by the
+host, step by step. Cuts of one text share the steps that read its whole pieces, by `Session.fork`;
+what follows them is what a new session would do.
 
-Tokens and the reason to end must be equal, and the acceptance length that is counted from the
-tokens of each verify step must be the reported one. The first difference ends the run with status 1
-and is told with both tokens and what the logits say there. What is done is kept beside the result
-(.jsonl) until all is done, so that the command can be repeated after it was stopped.
+Tokens and the reason to end must be equal. What is counted from the steps that the session is asked
+for and the tokens that come of each must be what is reported, the acceptance length above all; of a
+round of the device, how many drafts it read is known from its record only, so that all it reports
+must be what the host's rounds do. The first difference ends the run with status 1 and is told, of
+tokens with both and what the logits say there. What is done is kept beside the result (.jsonl)
+until all is done, so that the command can be repeated after it was stopped.
 """
 
 import argparse
@@ -29,27 +32,20 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from acceptance_compare import ratio_with_error
+from speculation_answers import WAYS, Prompt, Row, compare
 
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.engine_file import read_config
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.executor.cuda import CudaExecutor
-from inkrt.runtime.generation import Generation, check_request
-from inkrt.runtime.output import CompletionOutput
-from inkrt.runtime.sampling import draw
-from inkrt.runtime.sampling_params import SamplingParams
-from inkrt.runtime.session import Session
-from inkrt.runtime.spec.config import SpeculativeConfig
 
 MAX_LENGTH = 2000
-TEXT_TOKENS, CHAT_TOKENS = 12, 32  # generated at most; chats mostly end before
 # Ends of convolution rings (16), window and pages (64), of the window and a block, of attention
 # rings (80), of relative distances (128), where attention begins to scale (512), and far pages.
 EDGES = (
@@ -58,49 +54,6 @@ EDGES = (
 )  # fmt: skip
 CUTS = 20  # of one text, half of them at edges
 BUCKETS = (16, 64, 128, 256, 512, 1024, 2000)
-WAYS = {
-    "fixed": SpeculativeConfig("dspark", width="fixed"),
-    "confidence": SpeculativeConfig("dspark", width="confidence"),
-    "ngram": SpeculativeConfig("ngram", width="fixed"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One of the prompts; its number gives the seed and who drafts."""
-
-    number: int
-    kind: str
-    tokens: list[int]
-
-    @property
-    def way(self) -> str:
-        """A key of WAYS."""
-        return list(WAYS)[self.number % len(WAYS)]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What became of one prompt at one temperature.
-
-    Attributes:
-        tokens: that were generated and compared, but for the first, which the prompt's step gives.
-        drafted: tokens that rounds read as drafts, of which `accepted` became output.
-        difference: what differed, in words; "" if nothing did.
-    """
-
-    number: int
-    kind: str
-    length: int
-    way: str
-    temperature: float
-    tokens: int
-    rounds: int
-    plain_steps: int
-    drafted: int
-    accepted: int
-    acceptance_length: float
-    difference: str = ""
 
 
 def main() -> int:
@@ -233,96 +186,10 @@ def compare_group(engine: Engine, prompts: Sequence[Prompt]) -> list[Row]:
     return rows
 
 
-class Counted:
-    """A session that counts its verify steps."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.rounds = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def step(self, tokens: Sequence[int], *given: Any, **options: Any) -> Any:
-        """See `Session.step`."""
-        self.rounds += len(tokens) > 1
-        return self._session.step(tokens, *given, **options)
-
-
-def compare(engine: Engine, base: Session, prompt: Prompt, temperature: float) -> Row:
-    """Answer a prompt, whose first pieces `base` holds, plainly and with speculation."""
-    params = SamplingParams(
-        temperature=temperature,
-        seed=prompt.number,
-        max_tokens=TEXT_TOKENS if prompt.kind == "text" else CHAT_TOKENS,
-        ignore_eos=prompt.kind == "text",
-    )
-    tokens = check_request(prompt.tokens, params, engine.config, has_tokenizer=False)
-    plain = CompletionOutput.join(list(Generation(base.fork(), tokens, params, None)))
-    speculation = WAYS[prompt.way].resolve(engine.folder, engine.config)
-    assert speculation is not None
-    session: Any = Counted(base.fork())
-    generation = Generation(session, tokens, params, None, speculation.speculator())
-    deltas, emitted = [], 0
-    while generation.state != "finished":
-        before = session.rounds
-        deltas.append(generation.advance())
-        emitted += len(deltas[-1].token_ids) * (session.rounds - before)
-    output, stats = CompletionOutput.join(deltas), generation.stats
-    difference = ""
-    counted = emitted / session.rounds if session.rounds else 0.0
-    if output != plain:
-        sampling = Sampling(temperature=temperature, seed=prompt.number)
-        difference = explain(base, prompt, sampling, plain, output)
-    elif (counted, session.rounds) != (stats.acceptance_length, stats.rounds):
-        difference = (
-            f"prompt {prompt.number}: {counted} tokens in each of {session.rounds} verify steps, "
-            f"but {stats} is reported"
-        )
-    return Row(
-        prompt.number, prompt.kind, len(tokens), prompt.way, temperature,
-        len(plain.token_ids) - 1, stats.rounds, stats.plain_steps, stats.drafted, stats.accepted,
-        counted, difference,
-    )  # fmt: skip
-
-
-def explain(
-    base: Session,
-    prompt: Prompt,
-    sampling: Sampling,
-    plain: CompletionOutput,
-    output: CompletionOutput,
-) -> str:
-    """Where outputs part, and whether a row of logits depends on the width of its step there."""
-    pairs = zip(plain.token_ids, output.token_ids, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    name = f"prompt {prompt.number} ({prompt.kind}, {prompt.way}, T={sampling.temperature:g})"
-    if place is None:
-        return f"{name}: {plain} and {output}"
-    position = len(prompt.tokens) + place
-    ours, theirs = plain.token_ids[place], output.token_ids[place]
-    rows = []
-    for width in (1, 8):
-        with base.fork() as session:
-            logits = session.prefill(prompt.tokens[session.length :], sampling).logits[-1]
-            fed = plain.token_ids[:place]
-            for start in range(0, place, width):
-                logits = session.step(fed[start : start + width], sampling).logits[-1]
-        rows.append(logits)
-    drawn = draw(np.stack(rows), sampling, [position] * len(rows)).tolist()
-    gap = float(rows[0][ours] - rows[0][theirs])
-    change = float(np.abs(rows[0] - rows[1]).max())
-    return (
-        f"{name}: position {position} has token {ours} by plain decoding, {theirs} with "
-        f"speculation; the first one's logit is higher by {gap:.6g}; steps of 1 and of 8 draw "
-        f"{drawn} and differ in logits by up to {change:.3g}"
-    )
-
-
 def write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     """The table, on the terminal and in the result."""
     table = []
-    names = ("tokens", "rounds", "drafted", "accepted", "plain_steps")
+    names = ("tokens", "rounds", "plain_steps", "on_device", "drafted", "accepted")
     say(f"{'prompt tokens':<16}{'prompts':>12}" + "".join(f"{name:>12}" for name in names))
     lows = [1, *(high + 1 for high in BUCKETS[:-1])]
     for low, high in zip(lows, BUCKETS, strict=True):
@@ -344,6 +211,10 @@ def write(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     lengths = {name: mean_length(chosen) for name, chosen in ways.items()}
     for name, (length, error) in lengths.items():
         say(f"{name}: {length:.2f} tokens a round, standard error {error:.3f}")
+    by_device = sum(row.on_device for row in rows)
+    steps = sum(row.rounds + row.plain_steps for row in rows)
+    again = "; the host ran their rounds again, which were the same" if by_device else ""
+    say(f"{by_device} of {steps} steps by the device alone{again}")
     say(f"equal: {sum(row.tokens for row in rows)} tokens behind {options.count} prompts")
     result = {
         "workload": f"{options.count} prompts of up to {MAX_LENGTH} tokens, coupled and plain",

@@ -24,7 +24,6 @@ step. Columns, "before" being the launch before:
 import argparse
 import hashlib
 import math
-import re
 import statistics
 import sys
 import warnings
@@ -40,13 +39,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from stamped_source import compile_stamped
 
-from inkrt.builder.compile import PLUGIN_FOLDER, compile_cubin
+from inkrt.builder.compile import compile_cubin
 from inkrt.builder.tactics import find_tactics
 from inkrt.builder.tune import call_args_of
 from inkrt.commands.bench_step import step_input_of
 from inkrt.plugins.tactic import KernelLaunch, Param
 from inkrt.runtime.engine import Engine
+from inkrt.runtime.engine_file import EngineConfig, StepSpec, read_config
 from inkrt.runtime.executor.cuda_timing import Timer
 from inkrt.runtime.plan import Kernel, KernelParam, Plan
 
@@ -56,57 +57,6 @@ REPLAYS, RUNS = 9, 60
 # Coarser ticks of %globaltimer than this (ns) are refined by the clocks of multiprocessors.
 FINE_TICK = 64
 Settings = dict[str, dict[str, str]]
-Defines = tuple[tuple[str, int | float | str], ...]
-
-
-_KERNEL = re.compile(r'extern "C" __global__[^;{]*?\b((?!__)\w+)\s*\(')
-
-
-def _behind_parameters(text: str, at: int) -> int:
-    """Where the parenthesis ends that was opened in front of `at`."""
-    depth = 1
-    while depth:
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
-        at += 1
-    return at
-
-
-def stamped_source(text: str, entry: str) -> str:
-    """A source of one kernel, with one more parameter, behind stamps.cuh.
-
-    Raises:
-        ValueError: there is no such kernel in it.
-    """
-    result, done = [], 0
-    is_there = False
-    for found in _KERNEL.finditer(text):
-        params = _behind_parameters(text, found.end())
-        body = text.index("{", params) + 1
-        end = text.index("\n}", body) + 2  # braces may be of one branch of the preprocessor
-        result.append(text[done : found.start()])
-        if found[1] == entry:  # others are left out, as their parameters have other names
-            is_there = True
-            result.append(text[found.start() : params - 1] + ", unsigned long long* ink_stamps")
-            result.append(text[params - 1 : body] + " InkBlock ink_block;" + text[body:end])
-        done = end
-    if not is_there:
-        raise ValueError(f"no kernel {entry}")
-    return f'#include "stamps.cuh"\n#line 1\n{"".join(result)}{text[done:]}'
-
-
-def compile_stamped(source: Path, entry: str, defines: Defines, num_params: int) -> bytes:
-    """Code of a kernel with stamps, whose last parameter is their address."""
-    from cuda.core import Program, ProgramOptions
-
-    macros = [(name, str(value)) for name, value in defines]
-    options = ProgramOptions(
-        arch="sm_90a",
-        std="c++17",
-        define_macro=[*macros, ("INK_STAMPS_PARAM", f'"{entry}_param_{num_params}"')],
-        include_path=[str(source.parent), str(PLUGIN_FOLDER), str(Path(__file__).parent)],
-    )
-    text = stamped_source(source.read_text(encoding="utf-8"), entry)
-    return bytes(Program(text, "c++", options).compile("cubin").code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,16 +117,27 @@ def changed(named: Named, settings: Settings) -> Named:
     )
 
 
+def step_of(config: EngineConfig, name: str) -> StepSpec:
+    """The step of that name, the draft step included.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    steps = {step.name: step for step in config.all_steps}
+    if name not in steps:
+        raise SystemExit(f"the engine has no step {name!r}; it has {', '.join(steps)}")
+    return steps[name]
+
+
 class Stamper:
     """A step of an open engine."""
 
-    def __init__(self, engine: Engine, step: str, context: int) -> None:
+    def __init__(self, engine: Engine, step: StepSpec, context: int) -> None:
         self.executor: Any = engine.executor
         self.rank = self.executor.ranks[0]
         self.driver, self.check = self.rank.driver, self.rank.check
-        self.plan: Plan = self.rank.plans[step]
-        (spec,) = (each for each in engine.config.steps if each.name == step)
-        self.input = step_input_of(engine.config, spec, context)
+        self.plan: Plan = self.rank.plans[step.name]
+        self.input = step_input_of(engine.config, step, context)
         self._target = engine.config.target
         self._codes: dict[Any, Any] = {}
 
@@ -363,8 +324,9 @@ def main() -> int:
     part = None
     if options.launches:
         part = slice(*(int(number) for number in options.launches.split(":")))
+    step = step_of(read_config(options.engine), options.step)
     with Engine.open(options.engine, rank_slice=options.rank_slice) as engine:
-        stamper = Stamper(engine, options.step, options.context)
+        stamper = Stamper(engine, step, options.context)
         first = ""
         for variant in ["", *options.variant]:
             kernels = stamper.kernels(parse(variant))

@@ -325,7 +325,7 @@ def _chosen(config: "EngineConfig", names: str) -> "list[StepSpec]":
 
     The draft step, if there is one, comes last.
     """
-    steps = [*config.steps, *([config.draft.step] if config.draft else [])]
+    steps = config.all_steps
     spelled = {step.name: {step.name, step.name.rstrip("0123456789")} for step in steps}
     wanted = set(names.split(",")) if names else set(spelled)
     if unknown := wanted - set().union(*spelled.values()):

@@ -2,8 +2,8 @@
 
     python perf/kernels/graph_probe.py
 
-prints a line for each question, "ok" or why not, by which `runtime/executor/cuda_rounds.py` can
-choose (PDL_IN_BODIES); it needs a GPU, NVRTC and cuda.core, but no engine.
+prints a line for each question, "ok" or why not: `runtime/executor/cuda_rounds.py` relies on them.
+It needs a GPU, NVRTC and cuda.core, but no engine.
 """
 
 import ctypes

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from inkrt.errors import DeviceError
 from inkrt.runtime.code_check import require_code
 from inkrt.runtime.engine_file import DRAFT_STEP, EngineConfig, read_code
-from inkrt.runtime.executor import cuda_rounds
 from inkrt.runtime.executor.cuda_memory import ROUND_CODE, DeviceMemory, num_bytes
 from inkrt.runtime.executor.cuda_rounds import RankRounds
 from inkrt.runtime.executor.peers import Mailbox, describe_error
@@ -86,7 +85,7 @@ class CudaRank:
         self.memory.connect(mailboxes)
         self.graphs = {name: self.capture(plan) for name, plan in self.plans.items()}
         self._loop = self.capture(self.plans["decode"], advances=True)
-        if cuda_rounds.ON_DEVICE and ROUND_CODE in self.modules and DRAFT_STEP in self.plans:
+        if ROUND_CODE in self.modules and DRAFT_STEP in self.plans:
             self.rounds = RankRounds(self, self._vocab_size)
 
     @property

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 assert ROUND_STATE.fields is not None
 _WRITABLE_END = int(ROUND_STATE.fields["writable_end"][1])  # bytes from the state's start
-# Whether GPUs run rounds at all; else the host does, step by step, and no graph of a round is made.
-ON_DEVICE = True
 # Longest that a round may take, in seconds, some thousand times what it does.
 ROUND_S = 20.0
 # Threads of the kernels between the steps.

@@ -10,6 +10,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "perf"))
 
+import stamped_source  # noqa: E402
 import stamps  # noqa: E402
 
 from inkrt.builder.tactics import find_tactics  # noqa: E402
@@ -28,13 +29,13 @@ def test_a_source_keeps_one_kernel_which_has_a_parameter_more() -> None:
 }}
 int rest;
 """
-    stamped = stamps.stamped_source(text, "first")
+    stamped = stamped_source.stamped_source(text, "first")
     assert "first(const int* a, float b, unsigned long long* ink_stamps) { InkBlock" in stamped
     assert "if (b > f(1)) { *a; }\n}\n" in stamped
     assert stamped.endswith("int rest;\n")
     assert "other" not in stamped
     with pytest.raises(ValueError, match="no kernel third"):
-        stamps.stamped_source(text, "third")
+        stamped_source.stamped_source(text, "third")
 
 
 def test_every_kernel_can_be_stamped() -> None:
@@ -42,11 +43,11 @@ def test_every_kernel_can_be_stamped() -> None:
     sources = [path for path in (ROOT / "plugins").glob("**/*.cu") if path.name != "advance.cu"]
     assert len(sources) > 40
     for path in sources:
-        text = path.read_text(encoding="utf-8")
-        entries = {found[1] for found in stamps._KERNEL.finditer(text)}
+        text, _ = stamped_source.whole_source(path)
+        entries = {found[1] for found in stamped_source._KERNEL.finditer(text)}
         assert len(entries) >= 1, path
         for entry in entries:
-            assert stamps.stamped_source(text, entry).count("InkBlock ink_block;") == 1
+            assert stamped_source.stamped_source(text, entry).count("InkBlock ink_block;") == 1
 
 
 def test_a_stamped_kernel_compiles() -> None:
@@ -56,7 +57,31 @@ def test_a_stamped_kernel_compiles() -> None:
     (tactic,) = find_tactics("residual_add", "sm_90a", args)  # type: ignore[arg-type]
     (kernel,) = tactic.kernels
     params = len(kernel.params)
-    assert stamps.compile_stamped(kernel.source, kernel.entry, kernel.defines, params)
+    assert stamped_source.compile_stamped(kernel.source, kernel.entry, kernel.defines, params)
+
+
+def test_sources_that_are_included_lose_their_kernels(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/a.cu").write_text(f'#include "../b.cu"\n#include "a.cuh"\n{ENTRY} a() {{\n}}\n')
+    (tmp_path / "b.cu").write_text(f"int b;\n{ENTRY} b() {{\n}}\nint c;\n")
+    text, folders = stamped_source.whole_source(tmp_path / "a/a.cu")
+    assert [folder.resolve() for folder in folders] == [tmp_path / "a", tmp_path]
+    stamped = stamped_source.stamped_source(text, "a")
+    begin, end = '#include "stamps.cuh"\n#line 1\nint b;\n', " InkBlock ink_block;\n}\n"
+    kernel = f"{ENTRY} a(, unsigned long long* ink_stamps) {{"
+    assert stamped.split() == f'{begin}int c;\n#include "a.cuh"\n{kernel}{end}'.split()
+
+
+def test_a_kernel_that_includes_another_compiles() -> None:
+    """Stamps of `sample` would read a parameter of `next_row`."""
+    pytest.importorskip("cuda.core", reason="NVRTC through cuda.core is not installed")
+    sys.path.append(str(ROOT / "perf/kernels"))
+    from draft_checks import calls
+
+    (call,) = (call for call in calls("draft_head") if call.case.name == "wide, rnn, all filters")
+    kernel = next(kernel for kernel in call.tactic.kernels if kernel.entry == "next_row")
+    params = len(kernel.params)
+    assert stamped_source.compile_stamped(kernel.source, kernel.entry, kernel.defines, params)
 
 
 @pytest.mark.parametrize("tick", [32, 1024])

@@ -1,4 +1,4 @@
-"""Scripts of perf/ that make tables of what others measure: rows, and errors of ratios."""
+"""Scripts of perf/: tables of what others measure, errors of ratios, and steps by name."""
 
 import json
 import sys
@@ -7,11 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "perf"))
 
 import inkling2
+import stamps
 from acceptance_compare import compare, ratio_with_error
+from test_bench import CONFIG, STEP
+
+from inkrt.runtime.engine_file import DraftSpec, StepSpec
 
 
 @pytest.mark.parametrize(
@@ -108,3 +113,14 @@ def test_acceptance_is_compared_within_its_noise() -> None:
         compare(result("CPU", 2.0, None), result("H200", 2.1, None))
     with pytest.raises(SystemExit, match="another checkpoint"):
         compare(cpu, {**cpu, "checkpoint": "d"})
+
+
+def test_the_draft_step_can_be_stamped() -> None:
+    drafter = DraftSpec("dspark", 7, "rnn", has_confidence=True)
+    config = replace(CONFIG, draft=drafter)
+    assert stamps.step_of(config, "verify2") == STEP
+    assert stamps.step_of(config, "draft") == StepSpec("draft", 1, 7)
+    for without, names in ((config, "verify2, draft"), (CONFIG, "verify2")):
+        with pytest.raises(SystemExit) as stopped:
+            stamps.step_of(without, "verify3")
+        assert str(stopped.value) == f"the engine has no step 'verify3'; it has {names}"

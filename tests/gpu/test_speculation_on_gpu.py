@@ -1,4 +1,7 @@
-"""Rounds on the GPU: both rules, widths by measured costs, steps that run ahead in between."""
+"""Rounds that the host steps on a GPU: both rules, widths by measured costs, steps that run ahead.
+
+Those that the GPU runs by itself, with an engine's drafter, stand in `test_rounds_on_gpu.py`.
+"""
 
 import random
 from collections.abc import Sequence
@@ -67,6 +70,7 @@ def test_rounds_of_both_rules(
     with LLM(folder, speculative=chosen) as llm:
         assert llm.generate([prompt], params)[0].outputs == plain
         assert width == "cost" or llm.speculation.accepted > 30
+        assert llm.speculation.on_device == 0  # whoever drafts here is not the engine
     chosen = replace(chosen, accept="probabilistic")
     with LLM(folder, speculative=chosen) as llm:
         outputs = []

@@ -115,12 +115,10 @@ class FakeRank:
     def begin_graph(self) -> FakeBuilder:
         return FakeBuilder([]).begin_building()
 
-    def add_plan(
-        self, builder: FakeBuilder, plan: Plan, *, is_first: bool = True, pdl: bool
-    ) -> None:
+    def add_plan(self, builder: FakeBuilder, plan: Plan, *, is_first: bool = True) -> None:
         assert builder.is_building
         assert is_first == (not builder.log)
-        builder.log.append(("plan", plan.name, pdl))
+        builder.log.append(("plan", plan.name))
 
     def add_control(
         self, builder: FakeBuilder, code: str, entry: str, params: Any, **options: Any
@@ -156,25 +154,24 @@ class FakeRank:
         self.calls.append("sound")
 
 
-@pytest.mark.parametrize("edges", [True, False])
-def test_the_graph_of_a_round(monkeypatch: pytest.MonkeyPatch, edges: bool) -> None:
-    monkeypatch.setattr(cuda_rounds, "PDL_IN_BODIES", edges)
-    rank, with_edges = FakeRank(), {"pdl": edges}
+def test_the_graph_of_a_round() -> None:
+    """All kernels of bodies may start beside their predecessors."""
+    rank, options = FakeRank(), dict[str, Any]()
     ring = rank.rounds.ring.ctypes.data
     state, tokens, position, num_tokens = 10_500, 20_000, 20_032, 20_048
 
     def case(step: str) -> list[Any]:
-        commit = ("commit_round", state, f"{step}.tokens", tokens, position, ring, 7, with_edges)
-        return [("plan", step, edges), commit]
+        commit = ("commit_round", state, f"{step}.tokens", tokens, position, ring, 7, options)
+        return [("plan", step), commit]
 
     choose = (
         "choose_width", state, "draft.tokens", "draft.confidences", 3, tokens, num_tokens, 102,
-        with_edges,
+        options,
     )  # fmt: skip
     assert rank.rounds.graph.log == [
         # Nothing stands in front of it that it could start beside.
         ("begin_round", state, num_tokens, position, ring, 7, 101, 102, {"pdl": False}),
-        ("if", 101, [[("plan", DRAFT_STEP, edges), choose]]),
+        ("if", 101, [[("plan", DRAFT_STEP), choose]]),
         ("switch", 102, [case("decode"), case("verify2"), case("verify8")]),
         ("upload", "stream"),
     ]

@@ -3,11 +3,6 @@
 from threading import Thread, local
 from types import SimpleNamespace
 
-import pytest
-
-from inkrt.runtime.engine_file import DRAFT_STEP
-from inkrt.runtime.executor import cuda_rank, cuda_rounds
-from inkrt.runtime.executor.cuda_memory import ROUND_CODE
 from inkrt.runtime.executor.cuda_rank import CudaRank
 
 
@@ -49,18 +44,3 @@ def test_a_graph_with_bodies_is_built_in_a_thread_that_did_not_open_the_engine()
     thread.start()
     thread.join()
     assert found == ["stream", "stream"]
-
-
-@pytest.mark.parametrize("on_device", [True, False])
-def test_rounds_can_be_left_to_the_host(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
-    monkeypatch.setattr(cuda_rounds, "ON_DEVICE", on_device)
-    monkeypatch.setattr(cuda_rank, "RankRounds", lambda rank, _vocab_size: f"of {rank.rank}")
-    monkeypatch.setattr(CudaRank, "capture", lambda *_args, **_options: "graph")
-    monkeypatch.setattr(CudaRank, "enter", lambda _rank: None)
-    rank = object.__new__(CudaRank)
-    rank.rank, rank.rounds, rank._vocab_size = 2, None, 400
-    rank.memory = SimpleNamespace(connect=lambda _mailboxes: None)  # type: ignore[assignment]
-    rank.plans = {"decode": None, DRAFT_STEP: None}  # type: ignore[dict-item]
-    rank.modules = {ROUND_CODE: None}
-    rank.prepare([])
-    assert rank.rounds == ("of 2" if on_device else None)
