@@ -130,6 +130,27 @@ def test_groups(
             assert torch.equal(got, expected), tactic.name
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_no_warp_waits_for_a_stage_that_has_been_used_twice(
+    folder: Path, stages: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warps that are late to wait for others' first stages, in rings shorter than a tile."""
+    monkeypatch.setattr(ring_tactics, "MULTIPROCESSORS", 1)
+    width, rows = 2560, (16 * stages,)  # the last stage of a place is its second
+    one = replace(ring_tactics.rings(width, 1)[0], stages=1).num_bytes
+    monkeypatch.setattr(ring_tactics, "RING_BYTES", (stages * one,))
+    group = Group(width, rows, (0,))
+    (tactic,) = group.tactics(1)
+    (kernel,) = tactic.kernels
+    defines = dict(kernel.defines)
+    assert (defines["NUM_WARPS"], defines["STAGES"]) == (10, stages)
+    paced = replace(kernel, defines=tuple((defines | {"PACE": 4}).items()))
+    (got,) = group.run(Emulator(folder, seed=seed, rest=True), replace(tactic, kernels=(paced,)))
+    (expected,) = group.run(Emulator(folder), tactic)
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("width", [256, 1280])
 def test_a_single_matrix_has_the_bits_of_the_kernel_of_one_tile_a_block(
     folder: Path, width: int

@@ -218,9 +218,16 @@ struct Stacks {
 // Of random orders.
 inline std::mt19937 random_bits;
 inline bool is_random = false;
+inline bool some_rest = false;
+
+// Whether a thread sits out a round: of a third of the warps the first lane mostly does.
+inline bool rests(const Thread& t, int order) {
+  return t.index.x % 32 == 0 && (t.index.x / 32 + order) % 3 == 0 && random_bits() % 256;
+}
 
 // A cluster at a time; `together`: all of them at once, for kernels whose blocks wait for each
-// other. order: 0 rising, 1 falling, else a new one every round, drawn from it.
+// other. order: 0 rising, 1 falling, above a new one every round, drawn from it; below 0 with
+// threads that rest.
 inline void launch(Index grid, unsigned threads, unsigned cluster_size, size_t smem_bytes,
                    int order, bool together) {
   grid_size = grid;
@@ -258,17 +265,18 @@ inline void launch(Index grid, unsigned threads, unsigned cluster_size, size_t s
       cluster.blocks.push_back(std::move(block));
     }
     if (order == 1) std::reverse(all.begin(), all.end());
-    is_random = order > 1;
+    some_rest = order < 0;
+    is_random = order > 1 || some_rest;
     random_bits.seed((unsigned)order);
     auto is_running = [](const auto& cluster) { return cluster->alive > 0; };
     for (u64 rounds = 0; std::any_of(clusters.begin(), clusters.end(), is_running); rounds++) {
-      if (rounds > 2000000) {
+      if (rounds > (some_rest ? 100000u : 2000000u)) {
         current = nullptr;
         fail("deadlock");
       }
       if (is_random) std::shuffle(all.begin(), all.end(), random_bits);
       for (Thread* t : all)
-        if (!t->done) {
+        if (!t->done && !(some_rest && rests(*t, -order))) {
           current = t;
           swapcontext(&scheduler, &t->context);
         }

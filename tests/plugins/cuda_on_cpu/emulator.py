@@ -27,12 +27,16 @@ class Emulator:
         folder: of shared libraries; equal kernels are compiled once.
         reverse: run threads in falling order.
         seed: if not 0, run threads in random orders, another one whenever all have had their turn.
+        rest: with a seed, first lanes of some warps come late to whatever they do.
     """
 
-    def __init__(self, folder: Path, *, reverse: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, reverse: bool = False, seed: int = 0, rest: bool = False
+    ) -> None:
         self.folder = folder
         self.reverse = reverse
         self.seed = seed
+        self.rest = rest
         self._libraries: dict[str, ctypes.CDLL] = {}
         self._known: dict[tuple[object, ...], ctypes.CDLL] = {}
 
@@ -72,6 +76,7 @@ class Emulator:
         )
         # Blocks of such a kernel wait for each other.
         order = self.seed + 1 if self.seed else int(self.reverse)
+        order = -order if self.rest else order
         scratch = {param.name for param in kernel.params if isinstance(param, Scratch)}
         library.emu_run(
             *kernel.grid, kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
