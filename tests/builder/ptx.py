@@ -34,10 +34,7 @@ def touched_before_wait(ptx: str, entry: str) -> set[int]:
 
     Handing an address to a function counts. All branches are taken to be possible.
     """
-    found = re.search(rf"\.entry {entry}\(.*?^\{{(.*?)^\}}", ptx, re.DOTALL | re.MULTILINE)
-    assert found, f"no kernel {entry}"
-    code = re.sub(r"//.*", "", found[1])
-    statements = [text for part in re.split(r"[;\n]", code) if (text := part.strip())]
+    statements = _statements(ptx, entry)
     origins = _origins(statements, entry)
     touched: set[int] = set()
     for index in _before_wait(statements):
@@ -50,6 +47,20 @@ def touched_before_wait(ptx: str, entry: str) -> set[int]:
             continue
         touched |= _origin_of(addresses, origins)
     return touched
+
+
+def triggers_before_wait(ptx: str, entry: str) -> bool:
+    """Whether a thread may release the next kernel before it has waited for earlier ones."""
+    statements = _statements(ptx, entry)
+    early = (_parse(statements[index])[0] for index in _before_wait(statements))
+    return "griddepcontrol.launch_dependents" in early
+
+
+def _statements(ptx: str, entry: str) -> list[str]:
+    found = re.search(rf"\.entry {entry}\(.*?^\{{(.*?)^\}}", ptx, re.DOTALL | re.MULTILINE)
+    assert found, f"no kernel {entry}"
+    code = re.sub(r"//.*", "", found[1])
+    return [text for part in re.split(r"[;\n]", code) if (text := part.strip())]
 
 
 def _parse(statement: str) -> tuple[str, list[str]]:

@@ -26,7 +26,7 @@ from inkrt.plugins.tactic import (
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC through cuda.bindings is not installed")
 
-from ptx import compile_ptx, touched_before_wait
+from ptx import compile_ptx, touched_before_wait, triggers_before_wait
 
 BF16, FLOAT, INT = torch.bfloat16, torch.float32, torch.int32
 WIDTH = 1024
@@ -36,6 +36,11 @@ def touched(kernel: KernelLaunch) -> set[Param]:
     """Parameters of what a kernel touches before it waits."""
     numbers = touched_before_wait(compile_ptx(kernel.source, kernel.defines), kernel.entry)
     return {kernel.params[number] for number in numbers}
+
+
+def triggers_early(kernel: KernelLaunch) -> bool:
+    """Whether a kernel releases the next one before it waits."""
+    return triggers_before_wait(compile_ptx(kernel.source, kernel.defines), kernel.entry)
 
 
 def test_launches_of_several_ranks_touch_the_table_of_peers_only() -> None:
@@ -69,7 +74,8 @@ def test_pairs_that_push_read_early_what_is_older_than_the_sender(num_tokens: in
     for tactic in {tactic.name.rpartition("_")[2]: tactic for tactic in tactics}.values():
         sender, receiver = tactic.kernels
         # Else the receiver could start while older launches still run.
-        assert dict(sender.defines)["TRIGGER"] == 1
+        assert not triggers_early(sender)
+        assert triggers_early(receiver)
         early = {p for p in touched(sender) if not isinstance(p, Peers)} - {ERROR}
         assert early == {Pointer("weight")}
         early = touched(receiver)
@@ -99,6 +105,6 @@ def test_experts_that_push_touch_weights_and_peers_only() -> None:
     tactics = moe_conv_mix("sm_90a", {**mix_args(1), **experts})
     for tactic in (tactics[0], tactics[-1]):  # with a router's launch, and without
         *_, sender, _ = tactic.kernels
-        assert dict(sender.defines)["TRIGGER"] == 1
+        assert not triggers_early(sender)
         assert InputPointer("num_tokens") in sender.params
         assert {p for p in touched(sender) if not isinstance(p, Peers)} <= weights, tactic.name
