@@ -105,19 +105,13 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How a block streams; the macros of ring_quant.cu. Only `stages` and `ahead` are choices."""
+    """How a block streams; the macros of ring_quant.cu. Only `stages` is a choice."""
 
     warps: int
     vectors: int
     plain_vectors: int
     stages: int
-    ahead: int
     slot_bytes: int
-
-    @property
-    def name(self) -> str:
-        """Of a tactic."""
-        return f"{self.stages}_{self.ahead}" if self.ahead else str(self.stages)
 
     def smem(self, width: int, num_tokens: int) -> int:
         """`Shared` of ring_quant.cu."""
@@ -153,12 +147,7 @@ def rings(products: Products) -> list[Ring]:
     # With a ring of two stages code for both kinds of tiles spills.
     for num_bytes in RING_BYTES[:2]:
         stages = max(1, min(most, num_bytes // (warps * slot)))
-        found.append(Ring(warps, vectors, plain_vectors, stages, 0, slot))
-    longest = found[0].stages
-    # In a long list the first stages matter little.
-    if 0 < most - longest <= 3 * longest:
-        ahead = min(most - longest, longest)
-        found.insert(1, Ring(warps, vectors, plain_vectors, longest, ahead, slot))
+        found.append(Ring(warps, vectors, plain_vectors, stages, slot))
     return list(dict.fromkeys(found))
 
 
@@ -193,7 +182,7 @@ def linear_products(
     if num_tokens > MAX_TOKENS:
         return [tactic("tiles", *_wide(num_tokens, products))]
     check_tokens("ring_quant", num_tokens)
-    return [tactic(f"ring_{ring.name}", _stream(num_tokens, products, ring)) for ring in choices]
+    return [tactic(f"ring_{ring.stages}", _stream(num_tokens, products, ring)) for ring in choices]
 
 
 def quantized_packing(form: Form, weights: str, scales: str) -> Packing:
@@ -242,7 +231,7 @@ def _stream(num_tokens: int, products: Products, ring: Ring) -> KernelLaunch:
             ("INPUTS", len(products.inputs)), ("INPUT_OF", _listed(m.input for m in matrices)),
             ("DIM_K", products.width), ("BLOCKS", blocks), ("NUM_WARPS", ring.warps),
             ("STAGE_VECTORS", ring.vectors), ("PLAIN_VECTORS", ring.plain_vectors),
-            ("STAGES", ring.stages), ("AHEAD", ring.ahead),
+            ("STAGES", ring.stages),
             ("FLOAT_RESULT", int(products.is_float)), ("TRIGGER", trigger(num_tokens)),
             ("ONE_TOKEN", int(num_tokens == 1)),
         ],

@@ -10,8 +10,7 @@
 // Macros: FORMAT, MATRICES, ROWS (of each), IS_PLAIN (1 for each that is bf16), INPUTS, INPUT_OF
 // (the x of each), DIM_K (K before padding, x8), BLOCKS, NUM_WARPS (divides the vectors),
 // STAGE_VECTORS and PLAIN_VECTORS (of a stage of a quantized and of a bf16 tile; divide a warp's
-// share; no bf16: PLAIN_VECTORS 0), STAGES, AHEAD (stages behind them that the L2 is asked for
-// before the wait), FLOAT_RESULT.
+// share; no bf16: PLAIN_VECTORS 0), STAGES, FLOAT_RESULT.
 #include "moe/weights.cuh"
 #include "row_tiles.cuh"
 
@@ -125,14 +124,6 @@ struct Stream {
       for (int s = 0; s < STAGES; s++) mbar_init(bars + s, 1);
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) request(s);
-    if (AHEAD > 0) {
-      Cursor ahead = cursor;
-      const u8* from;
-      u32 size;
-#pragma unroll 1
-      for (int s = 0; s < AHEAD; s++)
-        if (ahead.next(pointers, warp, from, size) && lane == 0) bulk_prefetch(from, size);
-    }
     __syncwarp();  // all lanes see the barriers
   }
   INK_DEVICE const u8* wait(int* error) {
