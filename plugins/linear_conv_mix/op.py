@@ -41,9 +41,7 @@ def fake(
 ) -> tuple[Tensor, Tensor]:
     """The residual [T, D] and the inputs [m, T, D] of what follows."""
     with in_name_of("linear_conv_mix"):
-        partial = fake_linear(
-            x, weight, tp_size > 1,
-        )  # fmt: skip
+        partial = fake_linear(x, weight, tp_size > 1)
         return fake_mix(
             partial, conv_weight, conv_state, position, num_tokens,
             slot, residual, sources, queries, norm_weights, mix_eps, norm_eps, residual_dtype,
@@ -74,16 +72,8 @@ def cases() -> list[Case]:
     ]
 
 
-def _payload(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    tp_size: int,
-    **_other: object,
-) -> Tensor:
-    part: Tensor = linear(
-        x, weight, tp_size > 1,
-    )  # fmt: skip
+def _payload(*, x: Tensor, weight: Tensor, tp_size: int, **_other: object) -> Tensor:
+    part: Tensor = linear(x, weight, tp_size > 1)
     return part
 
 
@@ -135,9 +125,7 @@ def linear_conv_mix(
     Returns:
         The new residual, `residual_dtype` [T, D], and `dtype` [m, T, D].
     """
-    partial = linear(
-        x, weight, tp_size > 1,
-    )  # fmt: skip
+    partial = linear(x, weight, tp_size > 1)
     out: tuple[Tensor, Tensor] = allreduce_conv_mix(
         partial, conv_weight, conv_state, position, num_tokens,
         slot, residual, sources, queries, norm_weights, mix_eps, norm_eps, residual_dtype,
