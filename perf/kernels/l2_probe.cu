@@ -1,8 +1,6 @@
-// Kernels of l2_probe.py: pieces of PIECE bytes, number i by the block i + SHIFT of the grid, all on
-// their way at once or PACE of a warp's.
+// Kernels of l2_probe.py, which gives PIECE (bytes), WARPS of a block and NUM_BLOCKS. Piece i is a
+// warp's of block i % NUM_BLOCKS, or of one `shift` further on.
 #include "device.cuh"
-
-constexpr int PIECE = 4096, WARPS = 11, NUM_BLOCKS = 132;
 
 INK_DEVICE u64 now() {
   u64 ns;

@@ -15,7 +15,7 @@ import numpy as np
 
 from inkrt.builder.compile import compile_cubin
 
-PIECE, BLOCKS, THREADS = 4096, 132, 352
+PIECE, BLOCKS, WARPS = 4096, 132, 11
 RUNS = 9
 BETWEEN = 36
 
@@ -27,7 +27,9 @@ def main() -> None:
 
     device = Device(0)
     device.set_current()
-    code = ObjectCode.from_cubin(compile_cubin(Path(__file__).with_suffix(".cu"), (), "sm_90a"))
+    macros = (("PIECE", PIECE), ("NUM_BLOCKS", BLOCKS), ("WARPS", WARPS))
+    cubin = compile_cubin(Path(__file__).with_suffix(".cu"), macros, "sm_90a")
+    code = ObjectCode.from_cubin(cubin)
     fetch, read, idle = (code.get_kernel(name) for name in ("fetch", "stream", "idle"))
     stream = device.create_stream()
     total = 2 << 30
@@ -36,7 +38,7 @@ def main() -> None:
     status, times = driver.cuMemAlloc(16)
     assert not status, status
     (status,) = driver.cuMemsetD8(base, 1, total)
-    config = LaunchConfig(grid=BLOCKS, block=THREADS)
+    config = LaunchConfig(grid=BLOCKS, block=32 * WARPS)
     one = LaunchConfig(grid=1, block=1)
     at = 0
 
