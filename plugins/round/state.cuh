@@ -58,6 +58,7 @@ struct RoundState {
   int width;            // drafts that are verified
   int proposed;         // drafts that there were
   int accepted, token;  // RULE_PROBABILISTIC: what the ratio test says of `width` drafts, if any
+  int reserved;         // zero: every byte has a name, so that bytes of copies can be compared
   double seconds[kMaxDrafts + 1];  // POLICY_COST: the row of `rounds` for the round's context
 };
 

@@ -1,6 +1,7 @@
 """What rounds of speculative decoding keep on a GPU: `plugins/round/state.cuh` as numpy dtypes.
 
-Field by field, with C's alignment. `plugins/round/state.cuh` says what the fields mean.
+Field by field, with C's alignment and no byte between them: numpy's copies leave those undefined.
+`plugins/round/state.cuh` says what the fields mean.
 """
 
 from enum import IntEnum
@@ -86,6 +87,7 @@ ROUND_STATE = np.dtype(
         ("proposed", np.int32),
         ("accepted", np.int32),
         ("token", np.int32),
+        ("reserved", np.int32),
         ("seconds", np.float64, MAX_DRAFTS + 1),
     ],
     align=True,

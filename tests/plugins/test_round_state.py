@@ -60,3 +60,12 @@ def test_dtypes_are_the_structs(tmp_path: Path) -> None:
     subprocess.run([COMPILER, "-std=c++17", str(source), "-o", str(program)], check=True)
     shown = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines() == wanted
+
+
+@pytest.mark.parametrize("name", ["POLICY_STATE", "ROUND_STATE", "ROUND_RECORD"])
+def test_every_byte_has_a_name(name: str) -> None:
+    """A copy by numpy leaves bytes between fields undefined, and bytes are compared."""
+    dtype = getattr(mirror, name)
+    ends = [offset + kind.itemsize for kind, offset, *_ in dtype.fields.values()]
+    starts = [offset for _, offset, *_ in dtype.fields.values()]
+    assert [*starts, dtype.itemsize] == [0, *ends]
