@@ -155,12 +155,9 @@ def test_every_part_of_the_tower_is_heard(tower: Callable[[str], VisionTower]) -
     _, inputs, _ = image((90, 97))
     (features,) = whole(*inputs)
     for name, parameter in whole.named_parameters():
-        if name.endswith("wk.bias"):
-            continue  # adds the same to all scores of a row but for its rotation: heard faintly
         changed = copy.deepcopy(whole)
-        shifted = parameter.roll(1, 0) if parameter.ndim > 1 else parameter + 0.5
-        changed.load_state_dict({name: shifted}, strict=False)
-        assert relative_error(changed(*inputs)[0], features) > 1e-3, name
+        changed.load_state_dict({name: parameter.roll(1, 0)}, strict=False)
+        assert relative_error(changed(*inputs)[0], features) > 100 * BOUNDS["float32"], name
 
 
 def test_trace_has_views_and_operators_only(tower: Callable[[str], VisionTower]) -> None:
@@ -180,12 +177,12 @@ def test_trace_has_views_and_operators_only(tower: Callable[[str], VisionTower])
     assert torch.equal(traced(*inputs)[0], ours(*inputs)[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_plain_form_has_standard_operators_and_any_size(
-    dtype: str, tower: Callable[[str], VisionTower]
+    tower: Callable[[str], VisionTower],
 ) -> None:
-    ours = tower(dtype)
-    count = torch.export.Dim("tiles", min=1, max=1024)
+    ours = tower("float32")
+    # torch.export makes a program of its own for a size of 1.
+    count = torch.export.Dim("tiles", min=2, max=1024)
     per_tile = ours.config.patches_per_token
     sizes = {
         "patches": {0: per_tile * count},
@@ -203,10 +200,10 @@ def test_plain_form_has_standard_operators_and_any_size(
         _, inputs, (rows, columns) = image(size)
         (expected,) = ours(*padded(inputs, ours, rows * columns))
         # Exactly as many tiles as there are, and more.
-        for num_tokens in (rows * columns, MAX_TOKENS):
+        for num_tokens in (max(rows * columns, 2), MAX_TOKENS):
             (features,) = module(*padded(inputs, ours, num_tokens))
             error = relative_error(features[: rows * columns], expected)
-            assert error < BOUNDS[dtype], (size, num_tokens)
+            assert error < BOUNDS["float32"], (size, num_tokens)
 
 
 def test_programs_that_write_state_have_no_plain_form() -> None:
