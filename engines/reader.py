@@ -81,8 +81,8 @@ class ConfigReader:
         value = self.get(key, allowed)
         if value != allowed:
             raise ConfigError(
-                f"config.json: {self._section}{key} = {value!r} is not supported for {self._family}, "
-                f"only {allowed!r}"
+                f"config.json: {self._section}{key} = {value!r} is not supported for "
+                f"{self._family}, only {allowed!r}"
             )
 
     def token_ids(self, key: str, default: int | None) -> tuple[int, ...]:

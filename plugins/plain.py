@@ -34,4 +34,5 @@ def to_plain(program: ExportedProgram) -> ExportedProgram:
                 f"operators; only towers can be exported so"
             )
         table[target] = plugin.plain
-    return program.run_decompositions(table)
+    plain: ExportedProgram = program.run_decompositions(table)
+    return plain

@@ -71,9 +71,7 @@ class VisionLayer(nn.Module):
         q_THd, k_THd, v_THd = (project(x_TD).view(heads) for project in (self.wq, self.wk, self.wv))
         q_THd = ink.axial_rope(q_THd, positions, config.rope_theta)
         k_THd = ink.axial_rope(k_THd, positions, config.rope_theta)
-        o_THd = ink.bidirectional_attention(
-            q_THd, k_THd, v_THd, num_rows, config.head_dim**-0.5
-        )
+        o_THd = ink.bidirectional_attention(q_THd, k_THd, v_THd, num_rows, config.head_dim**-0.5)
         h_TD = ink.scaled_add(h_TD, self.wo(o_THd.view(h_TD.shape)), self.attn_scale)
         m_TD = self.down(ink.gelu(self.up(self.mlp_norm(h_TD))))
         out_TD: Tensor = ink.scaled_add(h_TD, m_TD, self.mlp_scale)

@@ -79,9 +79,7 @@ def parse_vision_config(values: Mapping[str, Any], text: Inkling2Config) -> Visi
     rope = own.get("rope_parameters")
     rope = {} if rope is None else rope
     if not isinstance(rope, Mapping):
-        raise ConfigError(
-            f"config.json: {_SECTION}rope_parameters must be an object, got {rope!r}"
-        )
+        raise ConfigError(f"config.json: {_SECTION}rope_parameters must be an object, got {rope!r}")
     read_rope = ConfigReader(rope, "inkling2", section=f"{_SECTION}rope_parameters.")
     read_rope.require("rope_type", "axial")
     hidden = read.integer("hidden_size", 1024)

@@ -1,4 +1,4 @@
-"""Where every parameter of the vision tower stands in an Inkling-2 checkpoint of either spelling."""
+"""Where every parameter of Inkling-2's vision tower stands in a checkpoint of either spelling."""
 
 from inkrt.engines.inkling2.vision_config import VisionConfig
 from inkrt.engines.interface import Part, WeightSource
@@ -62,7 +62,7 @@ def vision_sources(config: VisionConfig, names: frozenset[str]) -> dict[str, Wei
     }
     found = {ours: _whole(root + _NAMES[ours][column], shape) for ours, shape in sources.items()}
     found |= _pair("norm", root + _NAMES["norm"][column], (hidden,))
-    matrices = {name: (hidden, hidden) for name in ("wq", "wk", "wv", "wo")}
+    matrices = dict.fromkeys(("wq", "wk", "wv", "wo"), (hidden, hidden))
     matrices |= {"up": (width, hidden), "down": (hidden, width)}
     layers = root + ("backbone.layers." if column == 0 else "layers.")
     for layer in range(config.num_hidden_layers):

@@ -68,6 +68,6 @@ def axial_rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     angles = positions.float()[:, :, None] * frequencies  # [T, 2, d / 4]
     angles = torch.cat([angles[:, 1], angles[:, 0]], dim=-1)[:, None]  # [T, 1, d / 2]
     cos, sin = torch.cos(angles), torch.sin(angles)
-    even, odd = x.float().unflatten(-1, (half, 2)).unbind(-1)
+    even, odd = x.float().view(*x.shape[:-1], half, 2).unbind(-1)
     out = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
     return out.flatten(-2).to(x.dtype)

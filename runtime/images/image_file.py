@@ -66,7 +66,8 @@ class ImageFile:
             upright = ImageOps.exif_transpose(self._image)
         except Exception as error:  # Pillow raises whatever its decoders meet in damaged files
             raise self._damaged(error) from error
-        assert upright.size == (self.width, self.height)
+        if upright.size != (self.width, self.height):
+            raise self._damaged(ValueError("its pixels have another size than its header says"))
         return self._eight_bits(upright)
 
     def _read(self, source: ImageSource) -> bytes:
@@ -99,7 +100,8 @@ class ImageFile:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError as error:
             raise self._refusal(
-                f"is no image of a format that is read ({', '.join(FORMATS)}); convert it"
+                f"is no intact image of a format that is read ({', '.join(FORMATS)}); convert it "
+                f"or save it again"
             ) from error
         except Image.DecompressionBombError as error:
             raise self._refusal(f"has over {MAX_PIXELS} pixels; send a smaller one") from error
@@ -133,7 +135,9 @@ class ImageFile:
         except Exception as error:
             raise self._damaged(error) from error
         width, height = self._image.size
-        return (height, width) if is_on_its_side else (width, height)
+        # Of TIFF files Pillow gives the upright size, and upright pixels.
+        is_turned = self._image.format == "TIFF" or not is_on_its_side
+        return (width, height) if is_turned else (height, width)
 
     def _eight_bits(self, image: "Image") -> NDArray[np.uint8]:
         """Three channels, or four."""

@@ -142,14 +142,13 @@ class _Reader:
         size = self.values.get("size")
         if size is None:
             return default
-        sides = (size.get("height"), size.get("width")) if isinstance(size, dict) else (size, size)
-        if sides[0] != sides[1] or not _is_integer(sides[0], 1):
+        side: Any = size.get("height") if isinstance(size, dict) else size
+        is_square = not isinstance(size, dict) or size.get("width") == side
+        if not is_square or not _is_integer(side, 1):
             raise self.refusal("size", "only equal height and width, in pixels")
-        return int(sides[0])
+        return int(side)
 
-    def channels(
-        self, key: str, default: tuple[float, float, float]
-    ) -> tuple[float, float, float]:
+    def channels(self, key: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
         """A positive number for each of the three channels."""
         value = self.values.get(key)
         if value is None:
@@ -178,5 +177,5 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
 
 
-def _is_integer(value: object, minimum: int) -> bool:
+def _is_integer(value: Any, minimum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
