@@ -177,22 +177,26 @@ def test_trace_has_views_and_operators_only(tower: Callable[[str], VisionTower])
     assert torch.equal(traced(*inputs)[0], ours(*inputs)[0])
 
 
-def test_plain_form_has_standard_operators_and_any_size(
-    tower: Callable[[str], VisionTower],
-) -> None:
-    ours = tower("float32")
+def exported_plain(tower: VisionTower) -> torch.export.ExportedProgram:
+    """The tower in standard operators, for any number of tiles."""
     # torch.export makes a program of its own for a size of 1.
     count = torch.export.Dim("tiles", min=2, max=1024)
-    per_tile = ours.config.patches_per_token
+    per_tile = tower.config.patches_per_token
     sizes = {
         "patches": {0: per_tile * count},
         "positions": {0: per_tile * count + 1},
         "grid": None,
         "num_rows": None,
     }
-    inputs = padded(image((13, 29))[1], ours, 8)
-    program = torch.export.export(ours, inputs, dynamic_shapes=sizes, strict=False)
-    plain = to_plain(program)
+    inputs = padded(image((13, 29))[1], tower, 8)
+    return to_plain(torch.export.export(tower, inputs, dynamic_shapes=sizes, strict=False))
+
+
+def test_plain_form_has_standard_operators_and_any_size(
+    tower: Callable[[str], VisionTower],
+) -> None:
+    ours = tower("float32")
+    plain = exported_plain(ours)
     targets = [node.target for node in plain.graph.nodes if node.op == "call_function"]
     assert not [t for t in targets if getattr(t, "namespace", "") == "ink"]
     module = plain.module()
@@ -204,6 +208,32 @@ def test_plain_form_has_standard_operators_and_any_size(
             (features,) = module(*padded(inputs, ours, num_tokens))
             error = relative_error(features[: rows * columns], expected)
             assert error < BOUNDS["float32"], (size, num_tokens)
+
+
+@pytest.mark.slow
+def test_plain_form_runs_in_onnxruntime(
+    tower: Callable[[str], VisionTower], tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxscript")
+    onnx = pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    ours = tower("float32")
+    path = str(tmp_path / "tower.onnx")
+    torch.onnx.export(exported_plain(ours), (), dynamo=True).save(path)  # type: ignore[union-attr]
+    model = onnx.load(path)
+    onnx.checker.check_model(model)
+    assert {node.domain for node in model.graph.node} == {""}
+    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    for size in SIZES:
+        _, inputs, (rows, columns) = image(size)
+        given = padded(inputs, ours, max(rows * columns, 2))
+        (features,) = session.run(
+            None, {name: value.numpy() for name, value in zip(names, given, strict=True)}
+        )
+        (expected,) = ours(*padded(inputs, ours, rows * columns))
+        found = torch.from_numpy(features)[: rows * columns]
+        assert relative_error(found, expected) < BOUNDS["float32"], size
 
 
 def test_programs_that_write_state_have_no_plain_form() -> None:
