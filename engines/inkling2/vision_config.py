@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inkrt.engines.inkling2.config import Inkling2Config
-from inkrt.engines.reader import ConfigReader
+from inkrt.engines.reader import LARGEST, ConfigReader
 from inkrt.errors import ConfigError
 
 # Published spelling first, accepted alias second.
@@ -83,12 +83,9 @@ def parse_vision_config(values: Mapping[str, Any], text: Inkling2Config) -> Visi
     read_rope = ConfigReader(rope, "inkling2", section=f"{_SECTION}rope_parameters.")
     read_rope.require("rope_type", "axial")
     hidden = read.integer("hidden_size", 1024)
-    width = int(hidden * read.number("mlp_ratio", 4.0))
-    if own.get("intermediate_size") is not None:
-        width = read.integer("intermediate_size", width)
     config = VisionConfig(
         hidden_size=hidden,
-        intermediate_size=width,
+        intermediate_size=_mlp_width(read, own, hidden),
         num_hidden_layers=read.integer("num_hidden_layers", 23),
         num_attention_heads=read.integer("num_attention_heads", 16),
         num_channels=read.integer("num_channels", 3),
@@ -117,3 +114,16 @@ def parse_vision_config(values: Mapping[str, Any], text: Inkling2Config) -> Visi
             f"text_config.hidden_size = {text.hidden_size}; image features take a token's place"
         )
     return config
+
+
+def _mlp_width(read: ConfigReader, own: Mapping[str, Any], hidden: int) -> int:
+    """Units of a layer's MLP, given as their number or by a ratio."""
+    if own.get("intermediate_size") is not None:
+        return read.integer("intermediate_size", 1)
+    ratio = read.number("mlp_ratio", 4.0)
+    if not 1 <= hidden * ratio <= LARGEST:
+        raise ConfigError(
+            f"config.json: {_SECTION}mlp_ratio = {ratio} does not make an MLP of hidden_size = "
+            f"{hidden} channels; give intermediate_size"
+        )
+    return int(hidden * ratio)

@@ -51,4 +51,5 @@ def _scaled(width: int, height: int, settings: ImageSettings) -> tuple[int, int]
     ratio = target / long_edge
     if ratio == 1.0:
         return width, height
-    return tuple(max(1, math.floor(side * ratio + 0.5)) for side in (width, height))  # type: ignore[return-value]
+    width, height = (max(1, math.floor(side * ratio + 0.5)) for side in (width, height))
+    return width, height

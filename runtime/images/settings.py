@@ -89,7 +89,7 @@ def read_image_settings(folder: Path, family: ImageSettings) -> ImageSettings:
             content = msgspec.json.decode(path.read_bytes())
         except FileNotFoundError:
             continue
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(f"cannot read {path}: {error}; copy the file again") from error
         own = content.get("image_processor") if name == FILES[1] else content
         if own is None and isinstance(content, dict):

@@ -293,6 +293,8 @@ def test_absent_keys_are_as_in_transformers() -> None:
         ({"num_attention_heads": 5}, "vision_config.hidden_size = 24 does not make 5 heads"),
         ({"text_hidden_size": 61}, "text_hidden_size = 61 differs from text_config.hidden_size"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "rope_parameters.rope_type = 'mrope'"),
+        ({"intermediate_size": None, "mlp_ratio": float("inf")}, "mlp_ratio = inf does not make"),
+        ({"intermediate_size": None, "mlp_ratio": 1e-3}, "mlp_ratio = 0.001 does not make"),
         ({"rope_parameters": 3}, "rope_parameters must be an object"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a positive number"),
     ],
@@ -302,6 +304,12 @@ def test_unsupported_towers_are_refused(changes: dict[str, Any], message: str) -
     config["vision_config"] |= changes
     with pytest.raises(ConfigError, match=message):
         vision_config(config)
+
+
+def test_the_width_of_mlps_may_be_a_ratio() -> None:
+    config = copy.deepcopy(CONFIG)
+    config["vision_config"] |= {"intermediate_size": None, "mlp_ratio": 2.5}
+    assert vision_config(config).intermediate_size == 60
 
 
 def test_a_vision_config_that_is_none_is_refused() -> None:

@@ -227,6 +227,7 @@ def test_settings_of_inkling(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "cannot read .*preprocessor_config.json: .*; copy the file again"),
+        ("[" * 100_000, "cannot read .*; copy the file again"),
         ("[]", "expected an object of settings"),
         ({"image_processor_type": "InklingImageProcessor"}, "only 'Inkling2ImageProcessor'"),
         ({"do_rescale": False}, "do_rescale = False is not supported, only True"),
