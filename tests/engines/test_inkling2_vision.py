@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from inkrt.builder.checkpoint import Checkpoint
@@ -281,6 +283,39 @@ def test_absent_keys_are_as_in_transformers() -> None:
     assert values == (*(getattr(theirs, name) for name in names), 0.0)
     assert (ours.rope_theta, theirs.rope_parameters["rope_theta"]) == (10000.0, 10000.0)
     assert parse_vision_config({"model_type": "inkling2_text"}, text) is None
+
+
+def test_both_spellings_of_the_configuration_come_to_the_same() -> None:
+    """transformers reads the publisher's and writes its own."""
+    theirs = transformers.Inkling2Config.from_dict(copy.deepcopy(CONFIG)).to_dict()
+    assert vision_config(theirs) == vision_config()
+    aliases = copy.deepcopy(CONFIG)
+    aliases["vision_config"]["native_patch_size"] = aliases["vision_config"].pop("patch_size")
+    aliases["vision_config"]["adapter_merge_size"] = aliases["vision_config"].pop(
+        "spatial_merge_size"
+    )
+    assert vision_config(aliases) == vision_config()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    key=st.sampled_from([*CONFIG["vision_config"], "native_patch_size", "projector_bias"]),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(st.sampled_from(["rope_type", "rope_theta"]), inner)
+        ),
+        max_leaves=3,
+    ),
+)
+def test_any_value_is_taken_or_refused(key: str, value: Any) -> None:
+    try:
+        found = vision_config(CONFIG | {"vision_config": CONFIG["vision_config"] | {key: value}})
+    except ConfigError:
+        return
+    assert found.head_dim % 4 == 0
+    assert found.patch_values == 3 * found.patch_size**2
 
 
 @pytest.mark.parametrize(
