@@ -100,8 +100,8 @@ class ImageFile:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except UnidentifiedImageError as error:
             raise self._refusal(
-                f"is no intact image of a format that is read ({', '.join(FORMATS)}); convert it "
-                f"or save it again"
+                f"is no image of a format that is read ({', '.join(FORMATS)}), or a damaged one; "
+                f"convert it or save it again"
             ) from error
         except Image.DecompressionBombError as error:
             raise self._refusal(f"has over {MAX_PIXELS} pixels; send a smaller one") from error

@@ -91,7 +91,7 @@ def test_truncated_files_are_refused(kind: str) -> None:
     for length in (len(data) // 2, len(data) * 3 // 4):
         text = refusal(data[:length])
         if kind == "TIFF":  # what it is stands at its end
-            assert "is no intact image of a format that is read" in text
+            assert "is no image of a format that is read" in text
             continue
         assert "is damaged or incomplete (" in text
         assert text.endswith("; save or send it again")
@@ -99,8 +99,8 @@ def test_truncated_files_are_refused(kind: str) -> None:
 
 def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
     unknown = (
-        "is no intact image of a format that is read (PNG, JPEG, WEBP, GIF, BMP, TIFF); convert it "
-        "or save it again"
+        "is no image of a format that is read (PNG, JPEG, WEBP, GIF, BMP, TIFF), or a damaged one; "
+        "convert it or save it again"
     )
     (tmp_path / "text.png").write_text("not an image")
     drawing = encoded(COLOR, "EPS")  # reading it would run Ghostscript
