@@ -21,14 +21,20 @@ class ConfigReader:
         values: the object.
         family: the model's name, for messages.
         aliases: other spellings of keys that are accepted.
+        section: what stands before a key in messages, such as "vision_config.".
     """
 
     def __init__(
-        self, values: Mapping[str, Any], family: str, aliases: Mapping[str, str] = NO_ALIASES
+        self,
+        values: Mapping[str, Any],
+        family: str,
+        aliases: Mapping[str, str] = NO_ALIASES,
+        section: str = "",
     ) -> None:
         self._values = values
         self._family = family
         self._aliases = aliases
+        self._section = section
 
     def get(self, key: str, default: Any) -> Any:
         """The value of a key or of its alias, else `default`."""
@@ -48,7 +54,8 @@ class ConfigReader:
         value = self.get(key, default)
         if not _is_integer(value, minimum):
             raise ConfigError(
-                f"config.json: {key} must be an integer from {minimum} to {LARGEST}, got {value!r}"
+                f"config.json: {self._section}{key} must be an integer from {minimum} to "
+                f"{LARGEST}, got {value!r}"
             )
         return int(value)
 
@@ -60,7 +67,9 @@ class ConfigReader:
         """
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ConfigError(f"config.json: {key} must be a positive number, got {value!r}")
+            raise ConfigError(
+                f"config.json: {self._section}{key} must be a positive number, got {value!r}"
+            )
         return float(value)
 
     def require(self, key: str, allowed: object) -> None:
@@ -72,8 +81,8 @@ class ConfigReader:
         value = self.get(key, allowed)
         if value != allowed:
             raise ConfigError(
-                f"config.json: {key} = {value!r} is not supported for {self._family}, "
-                f"only {allowed!r}"
+                f"config.json: {self._section}{key} = {value!r} is not supported for "
+                f"{self._family}, only {allowed!r}"
             )
 
     def token_ids(self, key: str, default: int | None) -> tuple[int, ...]:
@@ -86,7 +95,8 @@ class ConfigReader:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(_is_integer(token, 0) for token in ids):
             raise ConfigError(
-                f"config.json: {key} must be a token id or a list of ids, got {value!r}"
+                f"config.json: {self._section}{key} must be a token id or a list of ids, "
+                f"got {value!r}"
             )
         return tuple(ids)
 
@@ -101,7 +111,8 @@ class ConfigReader:
             return None
         if value not in ("bfloat16", "float32"):
             raise ConfigError(
-                f"config.json: dtype {value!r} is not supported, only 'bfloat16' and 'float32'"
+                f"config.json: {self._section}dtype {value!r} is not supported, only 'bfloat16' "
+                f"and 'float32'"
             )
         return str(value)
 

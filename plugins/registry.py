@@ -72,11 +72,14 @@ class Plugin:
         mutates: names of the arguments it writes; of a list, it writes every tensor.
         collective: the two halves of an operator that exchanges data between ranks, else None.
         cases: makes the test cases.
+        plain: the reference as standard torch operators that look at no value and take any number
+            of rows, for export (see `plugins.plain`).
     """
 
     name: str
     version: int
     reference: Callable[..., Any]
+    plain: Callable[..., Any]
     mutates: tuple[str, ...]
     collective: Collective | None
     cases: Callable[[], list[Case]]
@@ -104,6 +107,7 @@ def operator(
     cases: Callable[[], list[Case]],
     mutates: Sequence[str] = (),
     collective: Collective | None = None,
+    plain: Callable[..., Any] | None = None,
     version: int = 1,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the decorated reference as the operator `ink::<name>`.
@@ -114,6 +118,7 @@ def operator(
         cases: makes the test cases, which the generic plugin tests run.
         mutates: names of the arguments, tensors or lists of tensors, that the operator writes.
         collective: required when the operator exchanges data between ranks.
+        plain: see `Plugin.plain`; by default the reference.
         version: see `Plugin.version`.
     """
 
@@ -122,7 +127,9 @@ def operator(
         qualified = f"{NAMESPACE}::{name}"
         custom_op = torch.library.custom_op(qualified, reference, mutates_args=tuple(mutates))
         custom_op.register_fake(fake)
-        _PLUGINS[name] = Plugin(name, version, reference, tuple(mutates), collective, cases)
+        _PLUGINS[name] = Plugin(
+            name, version, reference, plain or reference, tuple(mutates), collective, cases
+        )
         return reference
 
     return declare

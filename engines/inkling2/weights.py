@@ -9,11 +9,10 @@ from inkrt.engines.inkling2.config import (
     QuantizedForm,
     WeightForm,
 )
+from inkrt.engines.inkling2.vision_weights import VISION_ROOTS
 from inkrt.engines.interface import Part, Quantize, Sharding, WeightSource
 from inkrt.engines.weight_map import RankMap, find_spelling
 from inkrt.errors import CheckpointError
-
-_VISION_ROOTS = ("model.visual.", "model.vision_tower.")
 
 # Module parameter -> (publisher, transformers), relative to a layer.
 _ATTENTION_NAMES = {
@@ -65,7 +64,7 @@ _PIECES: dict[QuantizedForm, tuple[_Piece, _Piece]] = {
 
 def is_ignored(name: str) -> bool:
     """Whether a tensor belongs to the vision tower, which text engines leave out."""
-    return name.startswith(_VISION_ROOTS)
+    return name.startswith(VISION_ROOTS)
 
 
 def weight_sources(

@@ -8,6 +8,7 @@ Source: every projection of Inkling, Inkling-2 and Flint.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inkrt.plugins.caseutil import normal
@@ -59,7 +60,12 @@ def cases() -> list[Case]:
     ]
 
 
-@operator("linear", fake=fake, cases=cases)
+def plain(x: Tensor, weight: Tensor, partial: bool) -> Tensor:
+    """The same without the care for bits of narrow steps."""
+    return F.linear(x.float(), weight.float()) if partial else F.linear(x, weight)
+
+
+@operator("linear", fake=fake, cases=cases, plain=plain)
 def linear(x: Tensor, weight: Tensor, partial: bool) -> Tensor:
     """Multiply rows by the transposed weight.
 

@@ -18,6 +18,7 @@ from oracles_draft import ORACLES_DRAFT
 from oracles_flint import ORACLES_FLINT
 from oracles_fused import ORACLES_FUSED
 from oracles_quantize import ORACLES_QUANTIZE
+from oracles_vision import ORACLES_VISION
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,7 +43,9 @@ from inkrt.plugins.tactic import (
     strides_of_view,
 )
 
-ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT | ORACLES_QUANTIZE
+ALL_ORACLES = (
+    ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT | ORACLES_QUANTIZE | ORACLES_VISION
+)
 _CACHES = ("k_cache", "v_cache")
 # What may be read before the wait: it does not change within a step.
 _STEADY = (

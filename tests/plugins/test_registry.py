@@ -12,12 +12,15 @@ from oracles_draft import ORACLES_DRAFT
 from oracles_flint import ORACLES_FLINT
 from oracles_fused import ORACLES_FUSED
 from oracles_quantize import ORACLES_QUANTIZE
+from oracles_vision import ORACLES_VISION
 from torch import Tensor
 
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import Arguments, Case, Plugin, plugins
 
-ALL_ORACLES = ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT | ORACLES_QUANTIZE
+ALL_ORACLES = (
+    ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT | ORACLES_QUANTIZE | ORACLES_VISION
+)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -120,6 +123,24 @@ def test_two_runs_have_equal_bits(plugin: Plugin, case: Case, dtype: torch.dtype
         assert torch.equal(a, b)
     for (name, a), (_, b) in zip(_tensors(first), _tensors(second), strict=True):
         assert torch.equal(a, b), name
+
+
+# Of operators that have one of their own; of all others it is the reference.
+PLAIN_CASES = [c for c in CASES if c.values[0].plain is not c.values[0].reference]
+
+
+@pytest.mark.parametrize(("plugin", "case", "dtype"), PLAIN_CASES)
+def test_plain_form_is_near_oracle(plugin: Plugin, case: Case, dtype: torch.dtype):
+    assert {c.values[0].name for c in PLAIN_CASES} >= {"linear", "bidirectional_attention"}
+    arguments = _arguments(plugin, case, dtype)
+    wide = {name: to_float64(value) for name, value in arguments.items()}
+    outputs, _ = ALL_ORACLES[plugin.name](**wide)
+    got = _as_tuple(plugin.plain(**arguments))
+    references = _as_tuple(plugin.op(**arguments))
+    for ours, reference, expected in zip(got, references, outputs, strict=True):
+        _assert_near("plain form", ours, expected, case.rtol[dtype])
+        assert ours.dtype == reference.dtype
+        assert _strides(ours) == _strides(reference)
 
 
 PER_PLUGIN = pytest.mark.parametrize("plugin", plugins().values(), ids=plugins().keys())
