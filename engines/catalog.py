@@ -27,7 +27,7 @@ def _flint() -> Definition:
 
 
 def _inkling() -> Definition:
-    from inkrt.engines.inkling.config import draft_target, parse_config
+    from inkrt.engines.inkling.config import draft_target, parse_config, towers
     from inkrt.engines.inkling.model import Inkling
     from inkrt.engines.inkling.mtp import ChainStep
     from inkrt.engines.inkling.weights import is_ignored, is_mtp, mtp_sources, weight_sources
@@ -38,7 +38,14 @@ def _inkling() -> Definition:
     parity = {"float32": EXACT_PARITY["float32"], "bfloat16": ParityBound(6e-2, 0.6)}
     mtp = MtpHeads(lambda config: config.mtp, is_mtp, mtp_sources, Drafting(Inkling, ChainStep))
     return Definition(
-        parse_config, Inkling, weight_sources, is_ignored, draft_target, mtp=mtp, parity=parity
+        parse_config,
+        Inkling,
+        weight_sources,
+        is_ignored,
+        draft_target,
+        mtp=mtp,
+        parity=parity,
+        towers=towers,
     )
 
 
