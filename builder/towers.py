@@ -16,7 +16,7 @@ from inkrt.engines.interface import Definition, ModelConfig, StateOptions, Weigh
 from inkrt.engines.tower import Tower
 from inkrt.errors import ConfigError
 from inkrt.runtime.engine_file import StepSpec
-from inkrt.runtime.tower_spec import Processor, TowerInputSpec, TowerSpec
+from inkrt.runtime.tower_spec import Processor, TowerInputSpec, TowerSpec, TowerStepSpec
 
 Progress = Callable[[str], None]
 
@@ -24,15 +24,14 @@ Progress = Callable[[str], None]
 class TowerStep(nn.Module):
     """A step of a tower, whose parameters are named as the engine has them: `vision.*`."""
 
-    def __init__(self, tower: Tower, dtype: torch.dtype, num_rows: int) -> None:
+    def __init__(self, tower: Tower, dtype: torch.dtype) -> None:
         super().__init__()
         self.kind = tower.kind
-        self.add_module(tower.kind, tower.build_module(dtype, num_rows))
+        self.add_module(tower.kind, tower.build_module(dtype))
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> object:
         """See `Tower.build_module`."""
-        features: Tensor = self.get_submodule(self.kind)(*inputs)
-        return features
+        return self.get_submodule(self.kind)(*inputs)
 
 
 def choose_towers(
@@ -47,7 +46,7 @@ def choose_towers(
     Raises:
         ConfigError: the target cannot have them.
     """
-    found = definition.towers(model)
+    found = definition.towers(checkpoint.config, model)
     if options.towers == "none":
         return ()
     chosen = []
@@ -55,7 +54,9 @@ def choose_towers(
         if options.weights == "real" and not any(map(tower.is_weight, checkpoint.names)):
             progress(f"tower {tower.kind}: left out, the checkpoint has none of its tensors")
         else:
-            progress(f"tower {tower.kind}: placeholder {tower.token_id}, steps of {_list(tower)}")
+            progress(
+                f"tower {tower.kind}: placeholder {tower.placeholder.token_id}, steps of {_list(tower)}"
+            )
             chosen.append(tower)
     return tuple(chosen)
 
@@ -71,7 +72,7 @@ def tower_steps(
     steps = []
     for tower in towers:
         for size in tower.sizes:
-            module = TowerStep(tower, dtype, size)
+            module = TowerStep(tower, dtype)
             step = StepSpec(f"{tower.kind}{size}", size, size)
             steps.append((module, trace_tower(module, tower, step, tp_size, dtype)))
     return steps
@@ -141,14 +142,17 @@ def tower_specs(towers: Iterable[Tower], dtype: torch.dtype) -> tuple[TowerSpec,
     return tuple(
         TowerSpec(
             kind=tower.kind,
-            token_id=tower.token_id,
-            marker_id=tower.marker_id,
-            sizes=tower.sizes,
-            inputs=tuple(
-                TowerInputSpec(
-                    each.name, str(each.dtype or dtype).removeprefix("torch."), each.shape
+            token_id=tower.placeholder.token_id,
+            marker_id=tower.placeholder.marker_id,
+            steps=tuple(
+                TowerStepSpec(
+                    size,
+                    {
+                        name: TowerInputSpec(str(kind).removeprefix("torch."), shape)
+                        for name, (shape, kind) in tower.inputs(size, dtype).items()
+                    },
                 )
-                for each in tower.inputs
+                for size in tower.sizes
             ),
             is_rowwise=tower.is_rowwise,
             processor=_processor(tower.processor),

@@ -112,9 +112,10 @@ def trace_tower(
         tp_size: ranks; all run the same.
         dtype: compute dtype.
     """
-    inputs = {"num_rows": _on_meta(1, dtype=torch.int32)}
-    for each in tower.inputs:
-        inputs[each.name] = _on_meta(step.num_tokens, *each.shape, dtype=each.dtype or dtype)
+    inputs = {
+        name: _on_meta(*shape, dtype=kind)
+        for name, (shape, kind) in tower.inputs(step.num_tokens, dtype).items()
+    }
     exported = _export(module, tuple(inputs.values()))
     placeholders = [spec.arg.name for spec in exported.graph_signature.input_specs]
     own = placeholders[len(placeholders) - len(inputs) :]

@@ -27,9 +27,10 @@ def _flint() -> Definition:
 
 
 def _inkling() -> Definition:
-    from inkrt.engines.inkling.config import draft_target, parse_config, towers
+    from inkrt.engines.inkling.config import draft_target, parse_config
     from inkrt.engines.inkling.model import Inkling
     from inkrt.engines.inkling.mtp import ChainStep
+    from inkrt.engines.inkling.towers import towers
     from inkrt.engines.inkling.weights import is_ignored, is_mtp, mtp_sources, weight_sources
 
     # Experts round less often than in transformers, and logits not at all. A tiny model's rows in

@@ -355,7 +355,7 @@ class Definition:
         drafting: of a DSpark drafter; None for a family whose engines cannot have one.
         mtp: None for a family that has no chained MTP heads.
         parity: agreement with transformers that is expected, by compute dtype.
-        towers: what the model reads besides text, from the configuration.
+        towers: what the model reads besides text, from (config.json, configuration).
         quantize_projections: the configuration with plain attention projections in another form,
             from (config, form); None for a family whose builds cannot quantize them.
     """
@@ -369,4 +369,4 @@ class Definition:
     mtp: MtpHeads | None = None
     parity: Mapping[str, ParityBound] = field(default_factory=lambda: EXACT_PARITY)
     quantize_projections: Callable[[Any, Any], Any] | None = None
-    towers: "Callable[[Any], tuple[Tower, ...]]" = lambda _config: ()
+    towers: "Callable[[Mapping[str, Any], Any], tuple[Tower, ...]]" = lambda _values, _config: ()

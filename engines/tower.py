@@ -14,20 +14,20 @@ from torch import nn
 
 from inkrt.engines.interface import WeightSource
 
+InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
 
 @dataclass(frozen=True, slots=True)
-class TowerInput:
-    """An input of a tower's module: so many values for each feature row.
+class Placeholder:
+    """Tokens of a prompt where a tower's rows go.
 
     Attributes:
-        name: of the parameter of the module's `forward`.
-        shape: of the values of one feature row.
-        dtype: of the values; None for the model's compute dtype.
+        token_id: of the token that each feature row replaces.
+        marker_id: of the token that opens a run of these; None if there is none.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None = None
+    token_id: int
+    marker_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +36,29 @@ class Tower:
 
     Attributes:
         kind: what it reads; the name of its steps, and the root of its parameters.
-        token_id: of the placeholder that each feature row replaces.
-        marker_id: of the token that opens a run of placeholders; None if there is none.
-        inputs: besides the number of real rows.
-        sizes: feature rows of its steps, ascending.
-        is_rowwise: whether feature rows do not depend on each other, so that what one image or
-            recording has may be spread over several steps; otherwise it must fit into one.
+        placeholder: where its rows go.
+        sizes: feature rows N of its steps, ascending.
+        inputs: shape and dtype of every input by name, from (N, compute dtype). An image or a
+            recording may fill less; what it leaves is zero.
+        is_rowwise: whether feature rows do not depend on each other, and the first dimension of
+            every input is N: then what one image or recording has may be spread over several steps.
+            Otherwise it must fit into one.
         processor: how files become inputs: "type" and settings of one of
             `runtime.tower_spec.Processor`.
-        build_module: makes the module of a step from (compute dtype, rows N). Its `forward` takes
-            the number of real rows, int32 [1], and the inputs [N, ...]; it gives features [N, D] in
-            the compute dtype. All ranks have the same.
+        build_module: makes the module of a step of any size from the compute dtype. Its `forward`
+            takes the inputs in order and gives features [N, D] in the compute dtype, alone or as a
+            tuple of one. All ranks have the same.
         weight_sources: maps every parameter of the module to its place in a checkpoint with these
             tensor names.
         is_weight: whether a checkpoint tensor is one of the tower's.
     """
 
     kind: Literal["vision", "audio"]
-    token_id: int
-    marker_id: int | None
-    inputs: tuple[TowerInput, ...]
+    placeholder: Placeholder
     sizes: tuple[int, ...]
+    inputs: Callable[[int, torch.dtype], InputShapes]
     is_rowwise: bool
     processor: Mapping[str, Any]
-    build_module: Callable[[torch.dtype, int], nn.Module]
+    build_module: Callable[[torch.dtype], nn.Module]
     weight_sources: Callable[[frozenset[str]], dict[str, WeightSource]]
     is_weight: Callable[[str], bool]

@@ -15,7 +15,7 @@ from inkrt.runtime.engine_file import (
     require_sound,
 )
 from inkrt.runtime.plan import Plan, dangling
-from inkrt.runtime.tower_spec import TowerSpec
+from inkrt.runtime.tower_spec import TowerStepSpec
 
 
 def code_problems(config: EngineConfig, rank: int, code: EngineCode) -> list[str]:
@@ -42,10 +42,10 @@ def _output_problem(config: EngineConfig, plan: Plan) -> str | None:
     """What is wrong with the outputs of a step."""
     rows, vocab_size = plan.num_rows, config.model.vocab_size
     wanted = {"tokens": ("int32", (rows,)), "logits": ("float32", (rows, vocab_size))}
-    if tower := _tower_of(config, plan):
+    if step := _tower_step(config, plan):
         dtype = config.model.dtype
         wanted = {"features": (dtype, (rows, config.model.hidden_size))}
-        if problem := _tower_input_problem(tower, plan):
+        if problem := _tower_input_problem(step, plan):
             return problem
     elif config.towers and 1 == rows < plan.num_tokens and "is_feature" not in plan.inputs:
         return f"step {plan.name} takes no features, {CONFIG_NAME} has towers"
@@ -65,22 +65,17 @@ def _output_problem(config: EngineConfig, plan: Plan) -> str | None:
     return None
 
 
-def _tower_of(config: EngineConfig, plan: Plan) -> TowerSpec | None:
-    """The tower that a step belongs to."""
-    for tower in config.towers:
-        if plan.name in map(tower.step_of, tower.sizes):
-            return tower
-    return None
+def _tower_step(config: EngineConfig, plan: Plan) -> TowerStepSpec | None:
+    """What the configuration says of a step of a tower; None of any other step."""
+    steps = ((tower, step) for tower in config.towers for step in tower.steps)
+    return next((step for tower, step in steps if tower.name_of(step) == plan.name), None)
 
 
-def _tower_input_problem(tower: TowerSpec, plan: Plan) -> str | None:
-    found = {
-        name: (plan.tensors[index].dtype, plan.tensors[index].shape)
-        for name, index in plan.inputs.items()
-        if name != "num_rows"
-    }
-    wanted = {each.name: (each.dtype, (plan.num_tokens, *each.shape)) for each in tower.inputs}
-    if found != wanted:
+def _tower_input_problem(step: TowerStepSpec, plan: Plan) -> str | None:
+    found = {name: plan.tensors[index] for name, index in plan.inputs.items()}
+    if {name: (x.dtype, x.shape) for name, x in found.items()} != {
+        name: (x.dtype, x.shape) for name, x in step.inputs.items()
+    }:
         return f"step {plan.name} takes other inputs than {CONFIG_NAME} says"
     return None
 
@@ -89,7 +84,7 @@ def _context_problem(config: EngineConfig, plan: Plan, plans: dict[str, Plan]) -
     """What is wrong with the state of a step: every step writes what the draft step reads."""
     if unknown := _state_of(plan) - {buffer.name for buffer in config.state.buffers}:
         return f"step {plan.name} has state {min(unknown)}, {CONFIG_NAME} has none"
-    if _tower_of(config, plan):
+    if _tower_step(config, plan):
         return None
     if DRAFT_STEP in plans and (unwritten := _state_of(plans[DRAFT_STEP]) - _state_of(plan)):
         return f"step {plan.name} lacks {min(unwritten)}, which step {DRAFT_STEP} reads"

@@ -203,9 +203,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     def tower_steps(self) -> tuple[StepSpec, ...]:
         """Steps of the towers."""
         return tuple(
-            StepSpec(tower.step_of(size), size, size)
+            StepSpec(tower.name_of(step), step.num_rows, step.num_rows)
             for tower in self.towers
-            for size in tower.sizes
+            for step in tower.steps
         )
 
     @property

@@ -16,12 +16,12 @@ class InklingTiles(Struct, frozen=True, forbid_unknown_fields=True, tag="inkling
     Attributes:
         tile_size: height and width in pixels.
         num_frames: times that an image is repeated.
-        folds: positions in time, height and width that each stage makes one of.
+        folds: sides of the squares that each stage makes one position of.
     """
 
     tile_size: int
     num_frames: int
-    folds: tuple[tuple[int, int, int], ...]
+    folds: tuple[int, ...]
 
 
 class Dmel(Struct, frozen=True, forbid_unknown_fields=True, tag="dmel"):
@@ -44,17 +44,22 @@ Processor = InklingTiles | Dmel
 
 
 class TowerInputSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """One input of a tower's steps, [rows, *shape].
+    """One input of a tower's step; see `Plan` for the fields."""
 
-    Attributes:
-        name: as in plans.
-        dtype: as in plans.
-        shape: of the values of one row.
-    """
-
-    name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+class TowerStepSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """A step of a tower.
+
+    Attributes:
+        num_rows: feature rows that it gives at most.
+        inputs: by name.
+    """
+
+    num_rows: int
+    inputs: dict[str, TowerInputSpec]
 
 
 class TowerSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,20 +69,24 @@ class TowerSpec(Struct, frozen=True, forbid_unknown_fields=True):
         kind: what it reads.
         token_id: of the placeholder that each of its rows replaces.
         marker_id: of the token before placeholders; None if there is none.
-        sizes: rows of its steps, ascending.
-        inputs: of its steps, besides `num_rows`.
-        is_rowwise: whether the rows of one image or recording may be spread over several steps.
+        steps: by rows, ascending.
+        is_rowwise: whether the rows of one image or recording may be spread over several steps;
+            then the first dimension of every input counts rows.
         processor: how files become inputs.
     """
 
     kind: Kind
     token_id: int
     marker_id: int | None
-    sizes: tuple[int, ...]
-    inputs: tuple[TowerInputSpec, ...]
+    steps: tuple[TowerStepSpec, ...]
     is_rowwise: bool
     processor: Processor
 
-    def step_of(self, num_rows: int) -> str:
-        """Name of the step of a size."""
-        return f"{self.kind}{num_rows}"
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest step."""
+        return self.steps[-1].num_rows
+
+    def name_of(self, step: TowerStepSpec) -> str:
+        """Name of a step's plan."""
+        return f"{self.kind}{step.num_rows}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from inkrt.engines.interface import Sharding, WeightSource
 from inkrt.engines.parts import ink, parameter
 from inkrt.engines.reader import ConfigReader
-from inkrt.engines.tower import Tower, TowerInput
+from inkrt.engines.tower import Placeholder, Tower
 from inkrt.engines.weight_map import RankMap
 from inkrt.errors import ConfigError
 
@@ -36,8 +36,6 @@ class AudioConfig:
         lowest: decimal logarithm of the amplitude of level 0; lower ones count as this.
         highest: that of the last level.
         hidden_size: of a feature row.
-        token_id: of a recording's placeholder.
-        marker_id: of the token before placeholders.
     """
 
     num_bands: int
@@ -45,13 +43,9 @@ class AudioConfig:
     lowest: float
     highest: float
     hidden_size: int
-    token_id: int
-    marker_id: int | None
 
 
-def parse_audio(
-    audio: Mapping[str, Any], hidden_size: int, token_id: int, marker_id: int | None
-) -> AudioConfig:
+def parse_audio(audio: Mapping[str, Any], hidden_size: int) -> AudioConfig:
     """Read `audio_config` of either spelling.
 
     Raises:
@@ -77,8 +71,6 @@ def parse_audio(
         lowest=lowest,
         highest=highest,
         hidden_size=hidden_size,
-        token_id=token_id,
-        marker_id=marker_id,
     )
 
 
@@ -94,19 +86,17 @@ def _finite(audio: Mapping[str, Any], key: str, default: float) -> float:
 class DmelTower(nn.Module):
     """Levels of frames to feature rows."""
 
-    def __init__(self, config: AudioConfig, dtype: torch.dtype, num_rows: int) -> None:
+    def __init__(self, config: AudioConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.num_rows = num_rows
         rows = config.num_bands * config.num_levels
         self.table = parameter(rows, config.hidden_size, dtype=dtype)
         self.norm = parameter(config.hidden_size, dtype=dtype)
 
-    def forward(self, num_rows: Tensor, levels: Tensor) -> Tensor:  # noqa: ARG002
+    def forward(self, levels: Tensor) -> Tensor:
         """Features [N, D].
 
         Args:
-            num_rows: int32 [1], real frames; the others give rows that nobody reads.
             levels: int32 [N, B].
         """
         summed_ND = ink.embedding_sum(levels, self.table)
@@ -135,13 +125,12 @@ def weight_sources(config: AudioConfig, names: frozenset[str]) -> dict[str, Weig
     }
 
 
-def audio_tower(config: AudioConfig) -> Tower:
+def audio_tower(config: AudioConfig, placeholder: Placeholder) -> Tower:
     """The tower, as the builder wants it."""
     return Tower(
         kind="audio",
-        token_id=config.token_id,
-        marker_id=config.marker_id,
-        inputs=(TowerInput("levels", (config.num_bands,), torch.int32),),
+        placeholder=placeholder,
+        inputs=lambda num_rows, _dtype: {"levels": ((num_rows, config.num_bands), torch.int32)},
         sizes=_SIZES,
         is_rowwise=True,
         processor={

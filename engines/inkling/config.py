@@ -1,4 +1,4 @@
-"""The configuration of Inkling models with their MTP heads and towers, read from config.json.
+"""The configuration of Inkling text models and their MTP heads, read from config.json.
 
 Two spellings are read, the publisher's and that of transformers. They differ in key names, and in
 what `intermediate_size` means: the width of an expert where `dense_intermediate_size` stands beside
@@ -10,12 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inkrt.engines.inkling.audio import AudioConfig, audio_tower, parse_audio
-from inkrt.engines.inkling.vision import VisionConfig, parse_vision, vision_tower
 from inkrt.engines.inkling2.config import AttentionShape, read_shapes
 from inkrt.engines.interface import DraftTarget, MtpConfig, Sharding
 from inkrt.engines.reader import ConfigReader
-from inkrt.engines.tower import Tower
 from inkrt.errors import ConfigError
 
 FAMILY = "inkling"
@@ -36,8 +33,6 @@ _SWITCHES = (
     "use_embed_norm",
     "use_sconv",
 )
-# Placeholder and marker of an input, where the configuration names none.
-_TOKENS = {"image": (200054, 200005), "audio": (200053, 200020)}
 _MTP_GEOMETRY = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -53,8 +48,6 @@ class InklingConfig:
         intermediate_size: width of dense MLPs.
         log_scaling_n_floor: None for no log scaling.
         mtp: all MTP heads that the checkpoint has; None for none.
-        vision: the image tower; None for none.
-        audio: the audio tower; None for none.
     """
 
     vocab_size: int
@@ -81,8 +74,6 @@ class InklingConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str | None
     mtp: MtpConfig | None
-    vision: VisionConfig | None
-    audio: AudioConfig | None
 
     def attention(self, *, is_sliding: bool) -> AttentionShape:
         """Heads of a kind of layer."""
@@ -142,15 +133,11 @@ def parse_config(values: Mapping[str, Any]) -> InklingConfig:
     num_layers = read.integer("num_hidden_layers", 66)
     full, sliding = read_shapes(read, window=512, num_heads=64, num_sliding_kv_heads=16)
     dense_width, expert_width = _widths(read, text)
-    vocab_size, hidden_size = read.integer("vocab_size", 201024), read.integer("hidden_size", 6144)
-    vision, audio = (
-        _tower(values, kind, hidden_size, vocab_size) if is_whole else None
-        for kind in ("image", "audio")
-    )
+    vocab_size = read.integer("vocab_size", 201024)
     config = InklingConfig(
         vocab_size=vocab_size,
         unpadded_vocab_size=_optional(read, "unpadded_vocab_size") or vocab_size,
-        hidden_size=hidden_size,
+        hidden_size=read.integer("hidden_size", 6144),
         num_hidden_layers=num_layers,
         full=full,
         sliding=sliding,
@@ -172,8 +159,6 @@ def parse_config(values: Mapping[str, Any]) -> InklingConfig:
         eos_token_ids=read.token_ids("eos_token_id", None),
         dtype=ConfigReader(values, FAMILY).dtype() or read.dtype(),
         mtp=_mtp(values, text, full, sliding),
-        vision=vision and parse_vision(*vision),
-        audio=audio and parse_audio(*audio),
     )
     for key, most, name in (
         ("unpadded_vocab_size", config.vocab_size, "vocab_size"),
@@ -182,12 +167,6 @@ def parse_config(values: Mapping[str, Any]) -> InklingConfig:
         if getattr(config, key) > most:
             raise ConfigError(f"config.json: {key} {getattr(config, key)} exceeds {name} {most}")
     return config
-
-
-def towers(config: InklingConfig) -> tuple[Tower, ...]:
-    """The towers of a model that has some."""
-    vision = (vision_tower(config.vision),) if config.vision else ()
-    return (*vision, audio_tower(config.audio)) if config.audio else vision
 
 
 def draft_target(config: InklingConfig) -> DraftTarget:
@@ -202,28 +181,6 @@ def draft_target(config: InklingConfig) -> DraftTarget:
         has_embed_norm=True,
         has_mlp_conv=True,
     )
-
-
-def _tower(
-    values: Mapping[str, Any], kind: str, hidden_size: int, vocab_size: int
-) -> tuple[Mapping[str, Any], int, int, int | None] | None:
-    """What a tower's own parser takes: its configuration, D, its placeholder and its marker."""
-    key = {"image": "vision_config", "audio": "audio_config"}[kind]
-    found = values.get(key)
-    if found is None:
-        return None
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: {key} must be an object, got {found!r}")
-    read = ConfigReader(values, FAMILY)
-    placeholder, marker = _TOKENS[kind]
-    token_id = read.integer(f"{kind}_token_id", placeholder, minimum=0)
-    if token_id >= vocab_size:
-        raise ConfigError(
-            f"config.json: {kind}_token_id {token_id} is no token of {vocab_size}; give the id "
-            f"of the placeholder"
-        )
-    marker_id = read.integer(f"{kind}_bos_token_id", marker, minimum=0)
-    return found, hidden_size, token_id, marker_id if marker_id < vocab_size else None
 
 
 def _optional(read: ConfigReader, key: str) -> int | None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from inkrt.engines.interface import Sharding, WeightSource
 from inkrt.engines.parts import ink, parameter
 from inkrt.engines.reader import ConfigReader
-from inkrt.engines.tower import Tower, TowerInput
+from inkrt.engines.tower import Placeholder, Tower
 from inkrt.engines.weight_map import RankMap
 from inkrt.errors import ConfigError
 
@@ -45,14 +45,10 @@ class VisionConfig:
     Attributes:
         scales: before the first and behind every stage.
         hidden_size: of a feature row.
-        token_id: of an image's placeholder.
-        marker_id: of the token before placeholders.
     """
 
     scales: tuple[Scale, ...]
     hidden_size: int
-    token_id: int
-    marker_id: int | None
 
     @property
     def folds(self) -> tuple[tuple[int, int, int], ...]:
@@ -72,9 +68,7 @@ class VisionConfig:
         )
 
 
-def parse_vision(
-    vision: Mapping[str, Any], hidden_size: int, token_id: int, marker_id: int | None
-) -> VisionConfig:
+def parse_vision(vision: Mapping[str, Any], hidden_size: int) -> VisionConfig:
     """Read `vision_config` of either spelling.
 
     Raises:
@@ -95,7 +89,7 @@ def parse_vision(
         read.integer("num_hidden_layers", 24),
     )
     scales = plan_scales(*sizes, num_channels=3)
-    return VisionConfig(scales, hidden_size, token_id, marker_id)
+    return VisionConfig(scales, hidden_size)
 
 
 def plan_scales(
@@ -197,10 +191,9 @@ class Stage(nn.Module):
 class HierarchicalMlp(nn.Module):
     """Pixels of tiles to feature rows."""
 
-    def __init__(self, config: VisionConfig, dtype: torch.dtype, num_rows: int) -> None:
+    def __init__(self, config: VisionConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.num_rows = num_rows
         last = len(config.widths) - 1
         self.stages = nn.ModuleList(
             Stage(columns, rows, dtype, is_last=i == last)
@@ -209,11 +202,10 @@ class HierarchicalMlp(nn.Module):
         self.columns = [columns for columns, _ in config.widths]
         self.final_norm = parameter(config.hidden_size, dtype=dtype)
 
-    def forward(self, num_rows: Tensor, pixels: Tensor) -> Tensor:  # noqa: ARG002
+    def forward(self, pixels: Tensor) -> Tensor:
         """Features [N, D].
 
         Args:
-            num_rows: int32 [1], real tiles; the others give rows that nobody reads.
             pixels: compute dtype [N, frames * height * width * channels] in nested order.
         """
         x = pixels
@@ -248,22 +240,22 @@ def weight_sources(config: VisionConfig, names: frozenset[str]) -> dict[str, Wei
     return sources
 
 
-def vision_tower(config: VisionConfig) -> Tower:
+def vision_tower(config: VisionConfig, placeholder: Placeholder) -> Tower:
     """The tower, as the builder wants it."""
     num_frames, patch_size, _, _ = config.scales[-1]
     num_pixels = num_frames * patch_size**2 * config.scales[0][3]
     return Tower(
         kind="vision",
-        token_id=config.token_id,
-        marker_id=config.marker_id,
-        inputs=(TowerInput("pixels", (num_pixels,)),),
+        placeholder=placeholder,
+        inputs=lambda num_rows, dtype: {"pixels": ((num_rows, num_pixels), dtype)},
         sizes=_SIZES,
         is_rowwise=True,
         processor={
             "type": "inkling-tiles",
             "tile_size": patch_size,
             "num_frames": num_frames,
-            "folds": [list(fold) for fold in config.folds],
+            # Those in time come last, so that frames are just one behind the other.
+            "folds": [side for _, side, _ in config.folds],
         },
         build_module=partial(HierarchicalMlp, config),
         weight_sources=partial(weight_sources, config),

@@ -125,7 +125,8 @@ class Executor(Protocol):
 
         Args:
             step: of the tower.
-            inputs: by name, each [num_rows, ...]; floating values are rounded to the input's dtype.
+            inputs: by name, each of the shape that the step takes, or shorter in the first
+                dimension; floating values are rounded to the input's dtype.
             num_rows: from 1 to the rows of the step.
         """
 

@@ -115,11 +115,9 @@ class CpuExecutor:
         plan, (tensors,) = bound.plan, bound.tensors
         assert 1 <= num_rows <= plan.num_tokens, f"{num_rows} rows in step {step}"
         for name, index in plan.inputs.items():
+            value = torch.from_numpy(inputs[name])
             tensors[index].zero_()
-            if name == "num_rows":
-                tensors[index][0] = num_rows
-            else:
-                tensors[index][:num_rows] = torch.from_numpy(inputs[name]).to(tensors[index].dtype)
+            tensors[index][: len(value)] = value.to(tensors[index].dtype)
         for launch in plan.launches:
             bound.run_launch(launch)
         features = tensors[plan.outputs["features"]][:num_rows]
