@@ -8,7 +8,7 @@ to a callback, one line per stage.
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from inkrt.builder.lower import Target, lower, start_compiling
 from inkrt.builder.memory import memory_table, require_fits
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
-from inkrt.builder.passes import passes_for
+from inkrt.builder.passes import Pass, passes_for
 from inkrt.builder.quantize import Quantizer, choose_projections
 from inkrt.builder.ratio_tests import apart_from_steps, ratio_tests
 from inkrt.builder.steps import engine_steps, state_layout, step_modules
@@ -162,14 +162,8 @@ def prepare(
     further = tower_steps(towers, options.tp_size, dtype)
     graphs: list[StepGraph] = []
     try:
-        for graph in traced_steps(modules, further, model, state, options, dtype):
-            if dump_folder is not None:
-                write_graph(dump_folder, 0, "traced", graph)
-            for number, run_pass in enumerate(passes, start=1):
-                graph = run_pass(graph)
-                graph.module.graph.lint()
-                if dump_folder is not None:
-                    write_graph(dump_folder, number, run_pass.__name__, graph)
+        for traced in traced_steps(modules, further, model, state, options, dtype):
+            graph = _fused(traced, passes, dump_folder)
             start_compiling(graph, target)  # beside the tracing of other steps
             graphs.append(graph)
         for graph in graphs:
@@ -241,6 +235,18 @@ def build_engine(
         write_file(folder / CONFIG_NAME, encode_config(config))
     progress(f"engine {target}: {sum(entry.size for entry in config.files.values()):,} bytes")
     return config
+
+
+def _fused(graph: StepGraph, passes: Sequence[Pass], dump_folder: Path | None) -> StepGraph:
+    """A graph after all passes, written to files after each if a folder is given."""
+    if dump_folder is not None:
+        write_graph(dump_folder, 0, "traced", graph)
+    for number, run_pass in enumerate(passes, start=1):
+        graph = run_pass(graph)
+        graph.module.graph.lint()
+        if dump_folder is not None:
+            write_graph(dump_folder, number, run_pass.__name__, graph)
+    return graph
 
 
 def _resolve(

@@ -54,15 +54,11 @@ def choose_towers(
         if options.weights == "real" and not any(map(tower.is_weight, checkpoint.names)):
             progress(f"tower {tower.kind}: left out, the checkpoint has none of its tensors")
         else:
-            progress(
-                f"tower {tower.kind}: placeholder {tower.placeholder.token_id}, steps of {_list(tower)}"
-            )
+            sizes = " and ".join(map(str, tower.sizes))
+            token_id = tower.placeholder.token_id
+            progress(f"tower {tower.kind}: placeholder {token_id}, steps of {sizes} rows")
             chosen.append(tower)
     return tuple(chosen)
-
-
-def _list(tower: Tower) -> str:
-    return " and ".join(map(str, tower.sizes)) + " rows"
 
 
 def tower_steps(

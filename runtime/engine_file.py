@@ -36,6 +36,8 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 

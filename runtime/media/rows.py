@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from inkrt.errors import RequestError
 from inkrt.runtime.engine_file import EngineConfig
-from inkrt.runtime.tower_spec import TowerSpec
+from inkrt.runtime.tower_spec import Kind, TowerSpec
 
-MEDIA_NAMES = {"vision": "images", "audio": "audio"}
+# Fields of a request.
+MEDIA_NAMES: dict[Kind, str] = {"vision": "images", "audio": "audio"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,7 @@ class FeatureRows:
 
 
 def place_rows(
-    tokens: Sequence[int], rows: Mapping[str, NDArray[np.float32]], config: EngineConfig
+    tokens: Sequence[int], rows: Mapping[Kind, NDArray[np.float32]], config: EngineConfig
 ) -> FeatureRows:
     """Give every placeholder its row, in order.
 
@@ -55,7 +56,7 @@ def place_rows(
     places: list[NDArray[np.int64]] = []
     chosen: list[NDArray[np.float32]] = []
     for kind, given in rows.items():
-        name, tower = MEDIA_NAMES.get(kind, kind), require_tower(kind, config)
+        name, tower = MEDIA_NAMES[kind], require_tower(kind, config)
         found = np.flatnonzero(np.asarray(tokens) == tower.token_id)
         values = np.asarray(given, np.float32)
         if values.ndim != 2 or values.shape[1] != config.model.hidden_size:
@@ -109,7 +110,7 @@ def check_features(features: FeatureRows, num_tokens: int, config: EngineConfig)
         )
 
 
-def require_tower(kind: str, config: EngineConfig) -> TowerSpec:
+def require_tower(kind: Kind, config: EngineConfig) -> TowerSpec:
     """The tower of a kind.
 
     Raises:
@@ -118,7 +119,7 @@ def require_tower(kind: str, config: EngineConfig) -> TowerSpec:
     for tower in config.towers:
         if tower.kind == kind:
             return tower
-    name = MEDIA_NAMES.get(kind, kind)
+    name = MEDIA_NAMES[kind]
     raise RequestError(
         f"{name} cannot be read, this engine has no {kind} tower; build one from a checkpoint that "
         f"has it, with --towers auto and --target cpu",
