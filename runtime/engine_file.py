@@ -204,11 +204,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def tower_steps(self) -> tuple[StepSpec, ...]:
         """Steps of the towers."""
-        return tuple(
-            StepSpec(tower.name_of(step), step.num_rows, step.num_rows)
-            for tower in self.towers
-            for step in tower.steps
-        )
+        sizes = (size for tower in self.towers for size in tower.named_rows.items())
+        return tuple(StepSpec(name, num_rows, num_rows) for name, num_rows in sizes)
 
     @property
     def widest_verify(self) -> int:

@@ -87,6 +87,11 @@ class TowerSpec(Struct, frozen=True, forbid_unknown_fields=True):
         """Rows of the largest step."""
         return self.steps[-1].num_rows
 
+    @property
+    def named_rows(self) -> dict[str, int]:
+        """Rows of its steps by the names of their plans."""
+        return {self.name_of(step): step.num_rows for step in self.steps}
+
     def name_of(self, step: TowerStepSpec) -> str:
         """Name of a step's plan."""
         return f"{self.kind}{step.num_rows}"

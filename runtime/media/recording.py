@@ -127,7 +127,7 @@ class _Reader:
         try:
             values, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
         except (soundfile.SoundFileError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            reason = str(getattr(error, "error_string", error)).rstrip(". ")
             raise self.refusal(
                 f"is damaged or of no format that is read ({reason}); save it as WAV"
             ) from None
