@@ -53,6 +53,7 @@ def _inkling() -> Definition:
 def _inkling2() -> Definition:
     from inkrt.engines.inkling2.config import draft_target, parse_config, quantize_projections
     from inkrt.engines.inkling2.model import Inkling2, draft_step
+    from inkrt.engines.inkling2.towers import towers
     from inkrt.engines.inkling2.weights import is_ignored, weight_sources
 
     drafting = Drafting(Inkling2, draft_step)
@@ -64,6 +65,7 @@ def _inkling2() -> Definition:
         draft_target,
         drafting,
         quantize_projections=quantize_projections,
+        towers=towers,
     )
 
 

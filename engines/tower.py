@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from inkrt.engines.interface import WeightSource
+from inkrt.engines.reader import ConfigReader
+from inkrt.errors import ConfigError
 
 InputShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -62,3 +64,31 @@ class Tower:
     build_module: Callable[[torch.dtype], nn.Module]
     weight_sources: Callable[[frozenset[str]], dict[str, WeightSource]]
     is_weight: Callable[[str], bool]
+
+
+def read_placeholder(
+    values: Mapping[str, Any], kind: str, default: Placeholder, vocab_size: int
+) -> Placeholder:
+    """The tokens that a config.json names for "image" or "audio".
+
+    Args:
+        values: of the file.
+        kind: see above.
+        default: where it names none.
+        vocab_size: a marker beyond is none; a placeholder must be below.
+
+    Raises:
+        ConfigError: a value is none.
+    """
+    read = ConfigReader(values, "this model")
+    token_id = read.integer(f"{kind}_token_id", default.token_id, minimum=0)
+    if token_id >= vocab_size:
+        raise ConfigError(
+            f"config.json: {kind}_token_id {token_id} is none of {vocab_size} tokens; give the id "
+            f"of the placeholder"
+        )
+    marker_id: int | None = default.marker_id
+    if values.get(f"{kind}_bos_token_id") is not None:
+        marker_id = read.integer(f"{kind}_bos_token_id", 0, minimum=0)
+    is_token = marker_id is not None and marker_id < vocab_size
+    return Placeholder(token_id, marker_id if is_token else None)

@@ -24,6 +24,18 @@ class InklingTiles(Struct, frozen=True, forbid_unknown_fields=True, tag="inkling
     folds: tuple[int, ...]
 
 
+class Inkling2Patches(Struct, frozen=True, forbid_unknown_fields=True, tag="inkling2-patches"):
+    """Patches of one image with their places, tile by tile.
+
+    Attributes:
+        tile_size: height and width in pixels of what gives a row.
+        merge: patches of a tile's side.
+    """
+
+    tile_size: int
+    merge: int
+
+
 class Dmel(Struct, frozen=True, forbid_unknown_fields=True, tag="dmel"):
     """Levels of the frequency bands of a recording, 20 frames a second.
 
@@ -40,7 +52,7 @@ class Dmel(Struct, frozen=True, forbid_unknown_fields=True, tag="dmel"):
     highest: float
 
 
-Processor = InklingTiles | Dmel
+Processor = InklingTiles | Inkling2Patches | Dmel
 
 
 class TowerInputSpec(Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,11 +13,13 @@ from inkrt.runtime.media.dmel import dmel_inputs
 from inkrt.runtime.media.encode import TowerInputs
 from inkrt.runtime.media.recording import read_recording
 from inkrt.runtime.media.rows import MEDIA_NAMES, require_tower
-from inkrt.runtime.tower_spec import Dmel, InklingTiles, Kind, TowerSpec
+from inkrt.runtime.tower_spec import Dmel, Inkling2Patches, InklingTiles, Kind, TowerSpec
 
 if TYPE_CHECKING:
+    from inkrt.runtime.images.request import RequestImage
     from inkrt.runtime.images.settings import ImageSettings
 
+ImageProcessor = InklingTiles | Inkling2Patches
 # An encoded image or recording: bytes or a path. A recording may be (samples, rate) too.
 MediaSource = bytes | str | os.PathLike[str] | tuple[object, int]
 
@@ -58,9 +60,8 @@ class MediaReader:
         return self._images(sources, tower, processor)
 
     def _images(
-        self, sources: Sequence[MediaSource], tower: TowerSpec, processor: InklingTiles
+        self, sources: Sequence[MediaSource], tower: TowerSpec, processor: ImageProcessor
     ) -> list[TowerInputs]:
-        from inkrt.runtime.images.patches import folded
         from inkrt.runtime.images.request import ImageLimits, open_images
 
         encoded = []
@@ -73,20 +74,21 @@ class MediaReader:
             encoded.append(source)
         most = self._config.max_seq_len
         limits = ImageLimits(most if tower.is_rowwise else min(most, tower.most_rows), most)
-        found = []
-        for image in open_images(encoded, self._image_settings, limits):
-            pixels = folded(image.tiles(), processor.folds).reshape(image.num_tokens, -1)
-            found.append(TowerInputs(image.num_tokens, {"pixels": pixels}))
-        return found
+        images = open_images(encoded, self._image_settings, limits)
+        return [_inputs(image, processor) for image in images]
 
     @cached_property
     def _image_settings(self) -> "ImageSettings":
         """Those of the folder, which must be those that the tower was built for."""
-        from inkrt.runtime.images.settings import INKLING, read_image_settings
+        from inkrt.runtime.images.settings import INKLING, INKLING2, read_image_settings
 
         processor = require_tower("vision", self._config).processor
-        assert isinstance(processor, InklingTiles)
-        family = dataclasses.replace(INKLING, tile=processor.tile_size, frames=processor.num_frames)
+        assert not isinstance(processor, Dmel)
+        family = dataclasses.replace(INKLING2, tile=processor.tile_size)
+        if isinstance(processor, InklingTiles):
+            family = dataclasses.replace(
+                INKLING, tile=processor.tile_size, frames=processor.num_frames
+            )
         settings = read_image_settings(self._folder, family)
         if settings.tile != processor.tile_size:
             raise EngineFormatError(
@@ -94,3 +96,16 @@ class MediaReader:
                 f"tower takes {processor.tile_size}; copy the checkpoint's files again and rebuild"
             )
         return settings
+
+
+def _inputs(image: "RequestImage", processor: ImageProcessor) -> TowerInputs:
+    """What the tower takes of one image."""
+    from inkrt.runtime.images.patches import folded
+    from inkrt.runtime.images.tower_inputs import tower_inputs
+
+    if isinstance(processor, InklingTiles):
+        pixels = folded(image.tiles(), processor.folds).reshape(image.num_tokens, -1)
+        return TowerInputs(image.num_tokens, {"pixels": pixels})
+    found = tower_inputs(image.tiles(), image.grid, processor.merge)
+    names = ("patches", "positions", "grid", "num_rows")
+    return TowerInputs(image.num_tokens, {name: getattr(found, name) for name in names})
