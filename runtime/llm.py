@@ -6,7 +6,7 @@ in no promised order; it is not held while a caller's code runs.
 
 import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,7 @@ from inkrt.runtime.media.reader import MediaReader
 from inkrt.runtime.media.rows import FeatureRows, place_rows, require_tower
 from inkrt.runtime.output import CompletionOutput, Delta, RequestOutput
 from inkrt.runtime.sampling_params import SamplingParams
+from inkrt.runtime.session import check_tokens
 from inkrt.runtime.spec.config import Method, SpeculativeConfig
 from inkrt.runtime.spec.self_test import check_drafter
 from inkrt.runtime.spec.stats import SpeculationStats
@@ -244,33 +245,30 @@ class LLM:
                 f"prompt_token_ids, and may have {' and '.join(_MEDIA)}",
                 param="prompt",
             )
-        (text_or_ids,) = fields.values()
-        tokens = self._tokens(text_or_ids)
+        tokens = self._tokens(fields.get("prompt", fields.get("prompt_token_ids")), fields.keys())
         media = {kind: self._media.read(kind, sources) for kind, sources in given.items()}
         counts = {kind: [item.num_rows for item in items] for kind, items in media.items()}
-        special_ids = tokenizer.special_ids if tokenizer else {}
-        if isinstance(text_or_ids, str):
-            tokens = in_front(tokens, counts, config, special_ids)
-        else:
-            tokens = expand(tokens, counts, config, special_ids)
-        return tokens, {kind: items for kind, items in media.items() if items}
+        place = in_front if isinstance(fields.get("prompt"), str) else expand
+        ids = place(tokens, counts, config, tokenizer.special_ids if tokenizer else {})
+        return ids, {kind: items for kind, items in media.items() if items}
 
-    def _tokens(self, tokens: str | Sequence[int]) -> Sequence[int]:
-        if isinstance(tokens, str):
+    def _tokens(self, prompt: object, keys: Collection[str]) -> Sequence[int]:
+        """Token ids of a prompt, under the one key of a prompt object that may hold text or not."""
+        if isinstance(prompt, str) and "prompt" in keys:
             if self.engine.tokenizer is None:
                 raise RequestError(
                     "the engine has no tokenizer.json; give token ids or rebuild it from a "
                     "checkpoint with a tokenizer",
                     param="prompt",
                 )
-            return self.engine.tokenizer.encode(tokens)
-        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+            return self.engine.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
             raise RequestError(
-                f"a prompt is of type {type(tokens).__name__}, it must be a string, "
+                f"a prompt is of type {type(prompt).__name__}, it must be a string, "
                 'a list of token ids or {"prompt_token_ids": [...]}',
                 param="prompt",
             )
-        return tokens
+        return check_tokens(prompt, self.engine.config)
 
     def _features(self, request: _Request) -> FeatureRows | None:
         """What stands in place of the embeddings of the request's placeholders."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from inkrt.runtime.chat import Message
-    from inkrt.runtime.llm import LLM
+    from inkrt.runtime.llm import LLM, Prompt
     from inkrt.runtime.output import Delta
     from inkrt.runtime.sampling_params import SamplingParams
     from inkrt.runtime.spec.stats import SpeculationStats
@@ -208,7 +208,7 @@ class Dialog:
             *self._messages,
             {"role": "user", "content": self._content(prompt)},
         ]
-        raw: dict[str, Any] = {"prompt": prompt, **self._media}
+        raw: Prompt = {"prompt": prompt, **self._media} if self._media else prompt
         started = time.perf_counter()
         if self._is_chat:
             stream = self._llm.chat_stream(messages, self._params)
