@@ -14,7 +14,7 @@ from inkrt.builder.tactics import call_args, find_tactics
 from inkrt.builder.trace import IS_FEATURE, StepGraph, trace, trace_tower
 from inkrt.engines.interface import Definition, ModelConfig, StateOptions, WeightSource
 from inkrt.engines.tower import Tower
-from inkrt.errors import ConfigError
+from inkrt.errors import BuildError, ConfigError
 from inkrt.runtime.engine_file import StepSpec
 from inkrt.runtime.tower_spec import Processor, TowerInputSpec, TowerSpec, TowerStepSpec
 
@@ -116,11 +116,16 @@ def _require_kernels(graph: StepGraph, target: str) -> None:
     for node, plugin in operator_nodes(graph):
         if not is_tower and plugin.name != "place_features":
             continue
-        if not find_tactics(plugin.name, target, call_args(arguments(node))):
+        detail = ""
+        try:
+            found = find_tactics(plugin.name, target, call_args(arguments(node)))
+        except BuildError as error:
+            found, detail = [], f" ({error})"
+        if not found:
             raise ConfigError(
                 f"step {graph.step.name}: {plugin.qualified_name}, which towers need, has no "
-                f"kernel for {target} in this version; build for the cpu, or leave the towers out "
-                f"with --towers none"
+                f"kernel for {target} in this version{detail}; build for the cpu, or leave the "
+                f"towers out with --towers none"
             )
 
 

@@ -120,7 +120,7 @@ def test_an_engine_without_a_tower_says_so() -> None:
     with pytest.raises(RequestError, match="audio cannot be read, this engine has no audio tower"):
         place_rows([5], {"audio": np.zeros((0, 1))}, make_config(towers=(VISION,)))
     rows = FeatureRows(np.array([0]), np.zeros((1, 1), np.float32))
-    with pytest.raises(RequestError, match="features cannot be read, this engine was built withou"):
+    with pytest.raises(RequestError, match="features cannot be read, this engine was built"):
         check_features(rows, 3, make_config())
 
 
