@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from inkrt.engines.interface import Sharding, WeightSource
 from inkrt.engines.parts import ink, parameter
 from inkrt.engines.reader import ConfigReader
-from inkrt.engines.tower import Placeholder, Tower
+from inkrt.engines.tower import InputShapes, Placeholder, Tower
 from inkrt.engines.weight_map import RankMap
 from inkrt.errors import ConfigError
 
@@ -125,12 +125,16 @@ def weight_sources(config: AudioConfig, names: frozenset[str]) -> dict[str, Weig
     }
 
 
+def _inputs(config: AudioConfig, num_rows: int, dtype: torch.dtype) -> InputShapes:  # noqa: ARG001
+    return {"levels": ((num_rows, config.num_bands), torch.int32)}
+
+
 def audio_tower(config: AudioConfig, placeholder: Placeholder) -> Tower:
     """The tower, as the builder wants it."""
     return Tower(
         kind="audio",
         placeholder=placeholder,
-        inputs=lambda num_rows, _dtype: {"levels": ((num_rows, config.num_bands), torch.int32)},
+        inputs=partial(_inputs, config),
         sizes=_SIZES,
         is_rowwise=True,
         processor={

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from inkrt.engines.interface import Sharding, WeightSource
 from inkrt.engines.parts import ink, parameter
 from inkrt.engines.reader import ConfigReader
-from inkrt.engines.tower import Placeholder, Tower
+from inkrt.engines.tower import InputShapes, Placeholder, Tower
 from inkrt.engines.weight_map import RankMap
 from inkrt.errors import ConfigError
 
@@ -240,14 +240,18 @@ def weight_sources(config: VisionConfig, names: frozenset[str]) -> dict[str, Wei
     return sources
 
 
+def _inputs(config: VisionConfig, num_rows: int, dtype: torch.dtype) -> InputShapes:
+    num_values = math.prod(config.scales[-1][:3]) * config.scales[0][3]
+    return {"pixels": ((num_rows, num_values), dtype)}
+
+
 def vision_tower(config: VisionConfig, placeholder: Placeholder) -> Tower:
     """The tower, as the builder wants it."""
     num_frames, patch_size, _, _ = config.scales[-1]
-    num_pixels = num_frames * patch_size**2 * config.scales[0][3]
     return Tower(
         kind="vision",
         placeholder=placeholder,
-        inputs=lambda num_rows, dtype: {"pixels": ((num_rows, num_pixels), dtype)},
+        inputs=partial(_inputs, config),
         sizes=_SIZES,
         is_rowwise=True,
         processor={

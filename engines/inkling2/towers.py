@@ -40,6 +40,11 @@ def towers(values: Mapping[str, Any], config: Inkling2Config) -> tuple[Tower, ..
         },
         build_module=partial(VisionTower, vision),
         weight_sources=partial(vision_sources, vision),
-        is_weight=lambda name: name.startswith(VISION_ROOTS),
+        is_weight=is_weight,
     )
     return (tower,)
+
+
+def is_weight(name: str) -> bool:
+    """Whether a checkpoint tensor is the tower's."""
+    return name.startswith(VISION_ROOTS)

@@ -54,7 +54,8 @@ def pixel_values(file: bytes) -> tuple[NDArray[np.float32], list[int]]:
 def test_answers_to_several_images_are_those_of_transformers(
     make_checkpoint: Callable[..., Path], make_engine: Callable[..., Path]
 ) -> None:
-    folder = make_engine("float32", NUM_LAYERS, max_verify_tokens=1, prefill_chunk=10)
+    options = {"max_verify_tokens": 1, "prefill_chunk": 10, "towers": "auto"}
+    folder = make_engine("float32", NUM_LAYERS, **options)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     with LLM(folder) as llm:
         (output,) = llm.generate({"prompt_token_ids": PROMPT, "images": FILES}, params)
