@@ -15,7 +15,7 @@ from inkrt.runtime.engine_file import (
     require_sound,
 )
 from inkrt.runtime.plan import Plan, dangling
-from inkrt.runtime.tower_spec import TowerStepSpec
+from inkrt.runtime.tower_spec import TowerSpec, TowerStepSpec
 
 
 def code_problems(config: EngineConfig, rank: int, code: EngineCode) -> list[str]:
@@ -42,10 +42,9 @@ def _output_problem(config: EngineConfig, plan: Plan) -> str | None:
     """What is wrong with the outputs of a step."""
     rows, vocab_size = plan.num_rows, config.model.vocab_size
     wanted = {"tokens": ("int32", (rows,)), "logits": ("float32", (rows, vocab_size))}
-    if step := _tower_step(config, plan):
-        dtype = config.model.dtype
-        wanted = {"features": (dtype, (rows, config.model.hidden_size))}
-        if problem := _tower_input_problem(step, plan):
+    if found := _tower_step(config, plan):
+        wanted = {"features": (config.model.dtype, (rows, config.model.hidden_size))}
+        if problem := _tower_input_problem(*found, plan):
             return problem
     elif config.towers and 1 == rows < plan.num_tokens and "is_feature" not in plan.inputs:
         return f"step {plan.name} takes no features, {CONFIG_NAME} has towers"
@@ -65,18 +64,21 @@ def _output_problem(config: EngineConfig, plan: Plan) -> str | None:
     return None
 
 
-def _tower_step(config: EngineConfig, plan: Plan) -> TowerStepSpec | None:
+def _tower_step(config: EngineConfig, plan: Plan) -> tuple[TowerSpec, TowerStepSpec] | None:
     """What the configuration says of a step of a tower; None of any other step."""
     steps = ((tower, step) for tower in config.towers for step in tower.steps)
-    return next((step for tower, step in steps if tower.name_of(step) == plan.name), None)
+    return next((found for found in steps if found[0].name_of(found[1]) == plan.name), None)
 
 
-def _tower_input_problem(step: TowerStepSpec, plan: Plan) -> str | None:
+def _tower_input_problem(tower: TowerSpec, step: TowerStepSpec, plan: Plan) -> str | None:
+    """What is wrong with the inputs of a step of a tower: all three must speak of the same."""
     found = {name: plan.tensors[index] for name, index in plan.inputs.items()}
     if {name: (x.dtype, x.shape) for name, x in found.items()} != {
         name: (x.dtype, x.shape) for name, x in step.inputs.items()
     }:
         return f"step {plan.name} takes other inputs than {CONFIG_NAME} says"
+    if tower.processor.shapes(step.num_rows) != {name: x.shape for name, x in step.inputs.items()}:
+        return f"step {plan.name} takes other inputs than the processor in {CONFIG_NAME} makes"
     return None
 
 

@@ -3,10 +3,12 @@
 Part of the engine format; see `runtime.engine_file`.
 """
 
+import math
 from typing import Literal
 
 from msgspec import Struct
 
+Shapes = dict[str, tuple[int, ...]]
 Kind = Literal["vision", "audio"]
 
 
@@ -23,6 +25,12 @@ class InklingTiles(Struct, frozen=True, forbid_unknown_fields=True, tag="inkling
     num_frames: int
     folds: tuple[int, ...]
 
+    def shapes(self, num_rows: int) -> Shapes | None:
+        """Shapes of what it makes for so many rows; None if its own numbers contradict."""
+        if math.prod(self.folds) != self.tile_size or min(self.num_frames, *self.folds) < 1:
+            return None
+        return {"pixels": (num_rows, self.num_frames * self.tile_size**2 * 3)}
+
 
 class Inkling2Patches(Struct, frozen=True, forbid_unknown_fields=True, tag="inkling2-patches"):
     """Patches of one image with their places, tile by tile.
@@ -34,6 +42,18 @@ class Inkling2Patches(Struct, frozen=True, forbid_unknown_fields=True, tag="inkl
 
     tile_size: int
     merge: int
+
+    def shapes(self, num_rows: int) -> Shapes | None:
+        """See `InklingTiles`."""
+        if self.merge < 1 or self.tile_size % self.merge:
+            return None
+        num_patches = num_rows * self.merge**2
+        return {
+            "patches": (num_patches, (self.tile_size // self.merge) ** 2 * 3),
+            "positions": (num_patches + 1, 2),
+            "grid": (2,),
+            "num_rows": (1,),
+        }
 
 
 class Dmel(Struct, frozen=True, forbid_unknown_fields=True, tag="dmel"):
@@ -50,6 +70,12 @@ class Dmel(Struct, frozen=True, forbid_unknown_fields=True, tag="dmel"):
     num_levels: int
     lowest: float
     highest: float
+
+    def shapes(self, num_rows: int) -> Shapes | None:
+        """See `InklingTiles`."""
+        if self.num_bands < 1 or self.num_levels < 2 or not self.lowest < self.highest:
+            return None
+        return {"levels": (num_rows, self.num_bands)}
 
 
 Processor = InklingTiles | Inkling2Patches | Dmel

@@ -149,13 +149,22 @@ def test_a_configuration_of_other_inputs_is_damaged(engine: Path, tmp_path: Path
     for file in engine.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     content = json.loads((folder / CONFIG_NAME).read_text())
-    for change, problem in (
-        (("levels", "shape", [16, 7]), "step audio16 takes other inputs than config.json says"),
-        (("levels", "dtype", "int64"), "step audio16 takes other inputs than config.json says"),
+    says = "step audio16 takes other inputs than config.json says"
+    makes = "takes other inputs than the processor in config.json makes"
+    for tower, place, key, value, problem in (
+        (1, ("steps", 0, "inputs", "levels"), "shape", [16, 7], says),
+        (1, ("steps", 0, "inputs", "levels"), "dtype", "int64", says),
+        (1, ("processor",), "num_bands", 7, rf"step audio\d+ {makes}"),
+        (1, ("processor",), "lowest", 2.0, rf"step audio\d+ {makes}"),
+        (0, ("processor",), "folds", [3], rf"step vision\d+ {makes}"),
+        (0, ("processor",), "folds", [-1, -2], rf"step vision\d+ {makes}"),
+        (0, ("processor",), "num_frames", 1, rf"step vision\d+ {makes}"),
     ):
         edited = msgspec.json.decode(json.dumps(content))
-        name, key, value = change
-        edited["towers"][1]["steps"][0]["inputs"][name][key] = value
+        part = edited["towers"][tower]
+        for step in place:
+            part = part[step]
+        part[key] = value
         (folder / CONFIG_NAME).write_text(json.dumps(edited))
         with pytest.raises(EngineFormatError, match=problem):
             Engine.open(folder)

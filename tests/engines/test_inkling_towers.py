@@ -18,6 +18,7 @@ from inkrt.engines.tiny import inkling
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.engines.tower import Tower
 from inkrt.errors import ConfigError
+from inkrt.plugins.plain import to_plain
 
 TINY = inkling.config("float32")
 Edit = Callable[[dict[str, Any]], object]
@@ -133,6 +134,69 @@ def test_layouts_give_equal_weights_and_nothing_is_left(tmp_path: Path) -> None:
         values.append(found)
     assert values[0].keys() == values[1].keys()
     assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
+    write_checkpoint(folder, model="inkling", seed=2)
+    return transformers.InklingForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.bfloat16
+    ).eval(), folder
+
+
+def loaded(kind: str, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """A tower's module with the weights of a checkpoint."""
+    (tower,) = (tower for tower in towers(TINY) if tower.kind == kind)
+    tensors = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
+    values = {
+        name: tensors[source.parts[0].name].to(dtype)
+        for name, source in tower.weight_sources(frozenset(tensors)).items()
+    }
+    module = tower.build_module(dtype)
+    module.load_state_dict(values, assign=True)
+    return module
+
+
+def inputs(kind: str, num_rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(num_rows)
+    if kind == "audio":
+        shape = (num_rows, inkling.MEL_BINS)
+        return torch.randint(inkling.MEL_VOCAB, shape, generator=generator, dtype=torch.int32)
+    shape_ = (num_rows, inkling.NUM_FRAMES, inkling.TILE_SIZE, inkling.TILE_SIZE, 3)
+    return torch.randn(shape_, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["vision", "audio"])
+def test_rows_in_bfloat16_are_near_those_of_transformers(reference: Any, kind: str) -> None:
+    """Theirs round before a norm's weight, ours behind it."""
+    model, folder = reference
+    values = inputs(kind, 21)
+    with torch.inference_mode():
+        if kind == "vision":
+            theirs = model.model.vision_tower(pixel_values=values).pooler_output[:, 0]
+            ours = loaded(kind, folder, torch.bfloat16)(values.flatten(1))  # one fold: no order
+        else:
+            theirs = model.model.audio_tower(values[None].long()).last_hidden_state[0]
+            ours = loaded(kind, folder, torch.bfloat16)(values)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+    assert error < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["vision", "audio"])
+def test_towers_are_standard_operators(reference: Any, kind: str) -> None:
+    """The traced module, in ATen operators alone, gives the same rows."""
+    module = loaded(kind, reference[1], torch.float32)
+    values = inputs(kind, 21)
+    values = values.float().flatten(1) if kind == "vision" else values
+    plain = to_plain(torch.export.export(module, (values,), strict=False))
+    called = [node.target for node in plain.graph.nodes if node.op == "call_function"]
+    assert called
+    assert all(target.namespace == "aten" for target in called)  # type: ignore[union-attr]
+    ours, theirs = module(values), plain.module()(values)
+    assert (ours - theirs).norm() < 1e-6 * ours.norm()
 
 
 def edit(section: str, **values: Any) -> Edit:
