@@ -8,7 +8,7 @@ to a callback, one line per stage.
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,16 +26,23 @@ from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower, start_compiling
-from inkrt.builder.memory import require_fits
+from inkrt.builder.memory import memory_table, require_fits
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
-from inkrt.builder.passes import passes_for
+from inkrt.builder.passes import Pass, passes_for
 from inkrt.builder.quantize import Quantizer, choose_projections
 from inkrt.builder.ratio_tests import apart_from_steps, ratio_tests
 from inkrt.builder.steps import engine_steps, state_layout, step_modules
 from inkrt.builder.tactics import TacticChooser
 from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
-from inkrt.builder.trace import StepGraph, trace
+from inkrt.builder.towers import (
+    choose_towers,
+    tower_sources,
+    tower_specs,
+    tower_steps,
+    traced_steps,
+)
+from inkrt.builder.trace import StepGraph
 from inkrt.builder.writer import check_target, file_entries, staged_folder, write_file
 from inkrt.engines.catalog import find_definition
 from inkrt.engines.interface import (
@@ -46,6 +53,7 @@ from inkrt.engines.interface import (
     StateOptions,
 )
 from inkrt.engines.reader import ConfigReader
+from inkrt.engines.tower import Tower
 from inkrt.errors import ConfigError
 from inkrt.plugins.registry import plugins
 from inkrt.plugins.tactic import BLACKWELL
@@ -64,7 +72,7 @@ from inkrt.runtime.engine_file import (
     encode_config,
     plan_file,
 )
-from inkrt.runtime.plan import DTYPE_BYTES, Plan, inbox_bytes, table_bytes
+from inkrt.runtime.plan import Plan
 
 Progress = Callable[[str], None]
 
@@ -95,6 +103,7 @@ class Prepared:
     memory: MemoryTable
     code: EngineCode
     drafter: AnyDrafter | None = None
+    towers: tuple[Tower, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -130,8 +139,9 @@ def prepare(
     sharding = Sharding(options.tp_size, options.moe_split)
     model.check_sharding(sharding)
     options = _resolve(checkpoint, definition, model, options)
+    towers = choose_towers(checkpoint, definition, model, options, progress)
     if options.weights == "real":
-        _check_weights(checkpoint, definition, model, sharding)
+        _check_weights(checkpoint, definition, model, sharding, towers)
     drafter = choose_drafter(checkpoint, definition, model, options, draft_checkpoint, progress)
     if drafter is not None:
         require_buildable(drafter, definition, options.target, options.tp_size)
@@ -149,17 +159,11 @@ def prepare(
     passes = passes_for(options.target, keeps_intermediates=keeps, pushes_sums=pushes)
     started = time.monotonic()
     modules = list(step_modules(definition, model, options, dtype, state, drafter))
+    further = tower_steps(towers, options.tp_size, dtype)
     graphs: list[StepGraph] = []
     try:
-        for step, module in modules:
-            graph = trace(module, step, state, options.tp_size, dtype)
-            if dump_folder is not None:
-                write_graph(dump_folder, 0, "traced", graph)
-            for number, run_pass in enumerate(passes, start=1):
-                graph = run_pass(graph)
-                graph.module.graph.lint()
-                if dump_folder is not None:
-                    write_graph(dump_folder, number, run_pass.__name__, graph)
+        for traced in traced_steps(modules, further, model, state, options, dtype):
+            graph = _fused(traced, passes, dump_folder)
             start_compiling(graph, target)  # beside the tracing of other steps
             graphs.append(graph)
         for graph in graphs:
@@ -173,7 +177,7 @@ def prepare(
         progress(target.chooser.summary())
     progress(f"traced and lowered {len(plans)} steps in {time.monotonic() - started:.1f} s")
     layout = state_layout(module, state)
-    tensors = packed_tensors(module, target.packed)
+    tensors = packed_tensors(module, target.packed, [each for each, _ in further])
     code = _engine_code(plans, target, tensors, options)
     return Prepared(
         definition,
@@ -184,9 +188,10 @@ def prepare(
         code.plans,
         tensors,
         layout,
-        _memory_table(tensors, layout, code, options.tp_size),
+        memory_table(tensors, layout, code, options.tp_size),
         code,
         drafter,
+        towers,
     )
 
 
@@ -230,6 +235,18 @@ def build_engine(
         write_file(folder / CONFIG_NAME, encode_config(config))
     progress(f"engine {target}: {sum(entry.size for entry in config.files.values()):,} bytes")
     return config
+
+
+def _fused(graph: StepGraph, passes: Sequence[Pass], dump_folder: Path | None) -> StepGraph:
+    """A graph after all passes, written to files after each if a folder is given."""
+    if dump_folder is not None:
+        write_graph(dump_folder, 0, "traced", graph)
+    for number, run_pass in enumerate(passes, start=1):
+        graph = run_pass(graph)
+        graph.module.graph.lint()
+        if dump_folder is not None:
+            write_graph(dump_folder, number, run_pass.__name__, graph)
+    return graph
 
 
 def _resolve(
@@ -276,12 +293,17 @@ def _stored_dtype(checkpoint: CheckpointSource, definition: Definition, model: M
 
 
 def _check_weights(
-    checkpoint: CheckpointSource, definition: Definition, model: ModelConfig, sharding: Sharding
+    checkpoint: CheckpointSource,
+    definition: Definition,
+    model: ModelConfig,
+    sharding: Sharding,
+    towers: tuple[Tower, ...],
 ) -> None:
     """Compare the headers of all tensors with the configuration, before anything takes long."""
     checkpoint.require_shards()
     for rank in range(sharding.tp_size):
         sources = definition.weight_sources(model, checkpoint.names, rank, sharding)
+        sources |= tower_sources(towers, checkpoint.names)
         for part in (part for source in sources.values() for part in source.parts):
             checkpoint.check(part)
 
@@ -305,30 +327,6 @@ def _engine_code(
     return EngineCode(plans, cubins, dummies.kind_of, dummies.templates, tests)
 
 
-def _memory_table(
-    tensors: list[PackedTensor], layout: StateLayout, code: EngineCode, tp_size: int
-) -> MemoryTable:
-    plans = code.plans
-
-    def size(kind: str) -> int:
-        return sum(
-            torch.Size(spec.shape).numel() * DTYPE_BYTES[spec.dtype]
-            for spec in layout.buffers
-            if spec.kind == kind
-        )
-
-    paged = size("paged")
-    return MemoryTable(
-        weights=sum(tensor.num_bytes for tensor in tensors),
-        paged_state=paged,
-        ring_state=size("ring"),
-        arena=max(plan.arena_bytes for plan in plans.values()),
-        kept=sum(plan.scratch_bytes + table_bytes(plan) for plan in code.all_plans.values())
-        + inbox_bytes(plans.values(), tp_size),
-        paged_bytes_per_token=paged // (layout.num_pages * layout.page_tokens),
-    )
-
-
 def _pack_weights(
     folder: Path, checkpoint: CheckpointSource, prepared: Prepared, progress: Progress
 ) -> None:
@@ -340,6 +338,7 @@ def _pack_weights(
         sources = prepared.definition.weight_sources(
             prepared.model, checkpoint.names, rank, Sharding(options.tp_size, options.moe_split)
         )
+        sources |= tower_sources(prepared.towers, checkpoint.names)
         sources |= drafter.sources_of(rank, options.tp_size) if drafter else {}
         used |= {part.name for source in sources.values() for part in source.parts}
         for _, tensor in pack_rank(folder, rank, prepared.tensors, reader, sources, quantizer):
@@ -388,6 +387,7 @@ def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Pat
         checkpoint_fingerprint=(drafter.checkpoint if drafter else checkpoint).fingerprint,
         files=file_entries(folder),
         draft=drafter.spec if drafter else None,
+        towers=tower_specs(prepared.towers, prepared.dtype),
     )
 
 

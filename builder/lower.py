@@ -5,6 +5,7 @@ Anything else is a build error: an engine never falls back to eager torch.
 """
 
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,9 @@ from inkrt.builder.lower_kernels import KernelLowering, PackedWeights
 from inkrt.builder.memory import ALIGNMENT, Lifetime, plan_arena
 from inkrt.builder.rewrite import VIEW_OPS, arguments, module_path
 from inkrt.builder.tactics import TacticChooser, choose_tactic
-from inkrt.builder.trace import DRAFT_INPUTS, StepGraph
+from inkrt.builder.trace import StepGraph
 from inkrt.errors import BuildError
-from inkrt.plugins.registry import NAMESPACE, plugins
+from inkrt.plugins.registry import NAMESPACE, Plugin, plugins
 from inkrt.runtime.plan import (
     DTYPE_BYTES,
     Argument,
@@ -75,10 +76,15 @@ def start_compiling(graph: StepGraph, target: Target) -> None:
     if target.compiler is None:
         return
     chooser = target.chooser or TacticChooser(target.name)
+    for node, plugin in operator_nodes(graph):
+        target.compiler.start(choose_tactic(node, plugin, target.name, chooser).kernels)
+
+
+def operator_nodes(graph: StepGraph) -> Iterator[tuple[Node, Plugin]]:
+    """Calls of operators of ours, in order."""
     for node in graph.module.graph.nodes:
         if _is_operator(node):
-            plugin = plugins()[_name_of(node)]
-            target.compiler.start(choose_tactic(node, plugin, target.name, chooser).kernels)
+            yield node, plugins()[_name_of(node)]
 
 
 def _is_operator(node: Node) -> bool:
@@ -120,11 +126,9 @@ class _Lowering:
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "output":
-                # Only the draft step may have the last.
-                names = ("tokens", "logits", "confidences")
                 outputs = {
                     name: self.index_of[value]
-                    for name, value in zip(names, node.args[0], strict=False)
+                    for name, value in zip(self.graph.outputs, node.args[0], strict=False)
                 }
             elif node.op == "call_function":
                 self._call(node)
@@ -179,7 +183,7 @@ class _Lowering:
         elif node.name in self.graph.state:
             index = self._add(node, node.meta["val"], "state", self.graph.state[node.name])
         else:
-            if node.name not in DRAFT_INPUTS:
+            if node.name not in self.graph.inputs:
                 raise BuildError(
                     f"{node.name} is neither a weight, a state buffer nor an input of a step; a "
                     f"tensor that the module makes itself must become a parameter"

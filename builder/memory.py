@@ -5,10 +5,16 @@ offset that is free for its whole life, is the greedy heuristic of Pisarchyk and
 Memory Management for Deep Neural Net Inference" (2020).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from inkrt.errors import ConfigError
 from inkrt.plugins.tactic import HOPPER
+from inkrt.runtime.engine_file import EngineCode, MemoryTable, StateLayout
+from inkrt.runtime.plan import DTYPE_BYTES, inbox_bytes, table_bytes
 
 # All memory of the GPU that a target means, as nvidia-smi shows it, in bytes; a build needs no GPU,
 # so it cannot ask one. What is free is less: opening an engine asks for it.
@@ -16,6 +22,15 @@ DEVICES = {HOPPER: ("NVIDIA H200", 143_771 * 2**20)}
 
 # Vector loads and TMA need at most 128; 256 keeps tensors on their own cache lines in pairs.
 ALIGNMENT = 256
+
+
+class Sized(Protocol):
+    """A tensor of the weight files."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +92,28 @@ def require_fits(num_bytes: int, target: str, num_ranks: int) -> None:
             f"{size / 2**30:.2f}; build with a smaller --max-seq-len or --max-batch-size, or a "
             f"larger --tp-size; --dry-run lists what is needed"
         )
+
+
+def memory_table(
+    tensors: Sequence[Sized], layout: StateLayout, code: EngineCode, tp_size: int
+) -> MemoryTable:
+    """Bytes of a rank."""
+    plans = code.plans
+
+    def size(kind: str) -> int:
+        return sum(
+            torch.Size(spec.shape).numel() * DTYPE_BYTES[spec.dtype]
+            for spec in layout.buffers
+            if spec.kind == kind
+        )
+
+    paged = size("paged")
+    return MemoryTable(
+        weights=sum(tensor.num_bytes for tensor in tensors),
+        paged_state=paged,
+        ring_state=size("ring"),
+        arena=max(plan.arena_bytes for plan in plans.values()),
+        kept=sum(plan.scratch_bytes + table_bytes(plan) for plan in code.all_plans.values())
+        + inbox_bytes(plans.values(), tp_size),
+        paged_bytes_per_token=paged // (layout.num_pages * layout.page_tokens),
+    )

@@ -33,6 +33,8 @@ class BuildOptions:
             on a GPU, so that plans of all targets have the same launches.
         spec: the drafter that is built in: "auto" is the one that the checkpoint bundles, if any;
             "dspark" and "mtp" ask for one of that kind, "none" leaves it out.
+        towers: "auto" builds in what the checkpoint has for images and recordings, "none" leaves it
+            out. On a GPU this version has no kernels for towers.
         projections: form of attention projections that the checkpoint has in bf16 or float32:
             "checkpoint" keeps them, "mxfp8" and "nvfp4" quantize them (Inkling-2 only).
         sums: what sends a rank's part of a sum to the others: with "mix" the launch that adds the
@@ -69,6 +71,10 @@ class BuildOptions:
     )
     spec: Literal["auto", "none", "dspark", "mtp"] = field(
         default="auto", metadata={"help": "drafter to build in; auto: the checkpoint's, if any"}
+    )
+    towers: Literal["auto", "none"] = field(
+        default="auto",
+        metadata={"help": "auto: what the checkpoint has for images and audio; none: text only"},
     )
     projections: Literal["checkpoint", "mxfp8", "nvfp4"] = field(
         default="checkpoint",
@@ -111,6 +117,7 @@ class BuildOptions:
         for name, allowed in (
             ("dtype", ("auto", "bfloat16", "float32")),
             ("spec", ("auto", "none", "dspark", "mtp")),
+            ("towers", ("auto", "none")),
             ("projections", ("checkpoint", "mxfp8", "nvfp4")),
             ("sums", ("mix", "pushed")),
             ("weights", ("real", "dummy")),

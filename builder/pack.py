@@ -7,7 +7,7 @@ memory holds one tensor at a time.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +46,20 @@ class PackedTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def packed_tensors(module: nn.Module, packed: PackedWeights | None = None) -> list[PackedTensor]:
-    """What a rank's weight files hold: every parameter, in module order, packed where asked for."""
+def packed_tensors(
+    module: nn.Module, packed: PackedWeights | None = None, towers: Sequence[nn.Module] = ()
+) -> list[PackedTensor]:
+    """What a rank's weight files hold: every parameter, in module order, packed where asked for.
+
+    Args:
+        module: of the model.
+        packed: layouts of weights.
+        towers: modules of towers' steps; several may have the same parameters.
+    """
     plain = {
         name: PackedTensor(name, tuple(value.shape), value.dtype)
-        for name, value in module.named_parameters()
+        for each in (module, *towers)
+        for name, value in each.named_parameters()
     }
     packed = packed or PackedWeights()
     merged = {name for _, storages in packed.packings.values() for name in storages[1:]}

@@ -1,10 +1,11 @@
-"""Tracing: the module of one rank becomes the graph of one step.
+"""Tracing: the module of one rank, or of a tower, becomes the graph of one step.
 
 The graph is the `torch.fx` graph that `torch.export` gives from meta tensors: view operations and
 `ink::` operators in program order. Parameters and state buffers are placeholders; the graph is the
 same for every rank, which differ only in the weights that are packed for them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
 from inkrt.engines.interface import StateOptions, StepInputs
+from inkrt.engines.tower import Tower
 from inkrt.runtime.engine_file import DRAFT_STEP, StepSpec
 
 STEP_INPUTS: dict[str, torch.dtype] = {
@@ -30,6 +32,8 @@ STEP_INPUTS: dict[str, torch.dtype] = {
 }
 # Of the draft step: whether its draws share the noise of the target's, and whether logits are read.
 FURTHER_INPUTS = {"is_coupled": torch.int32, "wants_logits": torch.int32}
+# Of a prefill step of a model with towers, besides `features` [T, D] in the compute dtype.
+IS_FEATURE = "is_feature"
 DRAFT_INPUTS = {**STEP_INPUTS, **FURTHER_INPUTS}
 torch.export.register_dataclass(StepInputs)
 
@@ -46,6 +50,8 @@ class StepGraph:
         row_parallel: parameters that ranks share along the dimension summed over.
         tp_size: ranks that run it together.
         dtype: compute dtype of the model.
+        inputs: placeholders that the executor fills.
+        outputs: names of what the graph returns, in order; the last may be missing.
     """
 
     step: StepSpec
@@ -55,24 +61,89 @@ class StepGraph:
     row_parallel: frozenset[str]
     tp_size: int
     dtype: torch.dtype
+    inputs: frozenset[str] = frozenset(DRAFT_INPUTS)
+    outputs: tuple[str, ...] = ("tokens", "logits", "confidences")
 
 
 def trace(
-    module: nn.Module, step: StepSpec, state: StateOptions, tp_size: int, dtype: torch.dtype
+    module: nn.Module,
+    step: StepSpec,
+    state: StateOptions,
+    tp_size: int,
+    dtype: torch.dtype,
+    features: int | None = None,
 ) -> StepGraph:
-    """Trace `module` for `step`; its forward takes `StepInputs`, for drafts FURTHER_INPUTS too."""
+    """Trace `module` for `step`; its forward takes `StepInputs`, for drafts FURTHER_INPUTS too.
+
+    Args:
+        module: of one rank.
+        step: which.
+        state: sizes of its inputs.
+        tp_size: ranks that run it together.
+        dtype: compute dtype.
+        features: width of feature rows that the step takes in place of embeddings; None for none.
+    """
     sizes = {"tokens": step.num_tokens, "page_table": state.pages_per_session}
-    inputs = {
-        name: torch.empty(sizes.get(name, 1), dtype=kind, device="meta")
-        for name, kind in STEP_INPUTS.items()
-    }
+    inputs = {name: _on_meta(sizes.get(name, 1), dtype=kind) for name, kind in STEP_INPUTS.items()}
     names = FURTHER_INPUTS if step.name == DRAFT_STEP else {}
-    further = tuple(torch.empty(1, dtype=kind, device="meta") for kind in names.values())
-    exported = torch.export.export(module, (StepInputs(**inputs), *further), strict=False)
+    further = {name: _on_meta(1, dtype=kind) for name, kind in names.items()}
+    if features is not None:
+        further["features"] = _on_meta(step.num_tokens, features, dtype=dtype)
+        further[IS_FEATURE] = _on_meta(step.num_tokens, dtype=torch.int32)
+    exported = _export(module, (StepInputs(**inputs), *further.values()))
     for node in exported.graph.find_nodes(op="placeholder"):
         if (name := node.name.removeprefix("step_")) in inputs:
             node.name = node.target = name
     exported.graph_module.recompile()
+    row_parallel = module.row_parallel_weights()  # type: ignore[operator]
+    return _graph(exported, step, row_parallel, tp_size, dtype, {**inputs, **further})
+
+
+def trace_tower(
+    module: nn.Module, tower: Tower, step: StepSpec, tp_size: int, dtype: torch.dtype
+) -> StepGraph:
+    """Trace a step of a tower, whose `forward` takes what `Tower` says.
+
+    Args:
+        module: has the tower's module as the attribute of the name of its kind, so that its
+            parameters are named like that, and gives what that gives.
+        tower: its description.
+        step: which.
+        tp_size: ranks; all run the same.
+        dtype: compute dtype.
+    """
+    inputs = {
+        name: _on_meta(*shape, dtype=kind)
+        for name, (shape, kind) in tower.inputs(step.num_tokens, dtype).items()
+    }
+    exported = _export(module, tuple(inputs.values()))
+    placeholders = [spec.arg.name for spec in exported.graph_signature.input_specs]
+    own = placeholders[len(placeholders) - len(inputs) :]
+    for node in exported.graph.find_nodes(op="placeholder"):
+        if node.name in own:
+            node.name = node.target = list(inputs)[own.index(node.name)]
+    exported.graph_module.recompile()
+    graph = _graph(exported, step, frozenset(), tp_size, dtype, inputs)
+    graph.outputs = ("features",)
+    return graph
+
+
+def _on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _export(module: nn.Module, args: tuple[object, ...]) -> torch.export.ExportedProgram:
+    return torch.export.export(module, args, strict=False)
+
+
+def _graph(
+    exported: torch.export.ExportedProgram,
+    step: StepSpec,
+    row_parallel: frozenset[str],
+    tp_size: int,
+    dtype: torch.dtype,
+    inputs: Mapping[str, torch.Tensor],
+) -> StepGraph:
     weights, buffers = {}, {}
     for spec in exported.graph_signature.input_specs:
         if spec.kind == InputKind.PARAMETER:
@@ -84,7 +155,8 @@ def trace(
         exported.graph_module,
         weights,
         buffers,
-        module.row_parallel_weights(),  # type: ignore[operator]
+        row_parallel,
         tp_size,
         dtype,
+        frozenset(inputs),
     )

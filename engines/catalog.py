@@ -30,6 +30,7 @@ def _inkling() -> Definition:
     from inkrt.engines.inkling.config import draft_target, parse_config
     from inkrt.engines.inkling.model import Inkling
     from inkrt.engines.inkling.mtp import ChainStep
+    from inkrt.engines.inkling.towers import towers
     from inkrt.engines.inkling.weights import is_ignored, is_mtp, mtp_sources, weight_sources
 
     # Experts round less often than in transformers, and logits not at all. A tiny model's rows in
@@ -38,13 +39,21 @@ def _inkling() -> Definition:
     parity = {"float32": EXACT_PARITY["float32"], "bfloat16": ParityBound(6e-2, 0.6)}
     mtp = MtpHeads(lambda config: config.mtp, is_mtp, mtp_sources, Drafting(Inkling, ChainStep))
     return Definition(
-        parse_config, Inkling, weight_sources, is_ignored, draft_target, mtp=mtp, parity=parity
+        parse_config,
+        Inkling,
+        weight_sources,
+        is_ignored,
+        draft_target,
+        mtp=mtp,
+        parity=parity,
+        towers=towers,
     )
 
 
 def _inkling2() -> Definition:
     from inkrt.engines.inkling2.config import draft_target, parse_config, quantize_projections
     from inkrt.engines.inkling2.model import Inkling2, draft_step
+    from inkrt.engines.inkling2.towers import towers
     from inkrt.engines.inkling2.weights import is_ignored, weight_sources
 
     drafting = Drafting(Inkling2, draft_step)
@@ -56,6 +65,7 @@ def _inkling2() -> Definition:
         draft_target,
         drafting,
         quantize_projections=quantize_projections,
+        towers=towers,
     )
 
 

@@ -6,10 +6,13 @@ map. The builder knows no model by name; it goes through these types.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from inkrt.engines.tower import Tower
 
 # Positions a session can always go back from the furthest one it has written: the widest verify
 # step (8) and a margin. Rings are at least this much longer than what one step looks back.
@@ -177,7 +180,11 @@ class StateBuffer:
 
 
 class TextModel(Protocol):
-    """A traced module; its `forward` takes `StepInputs`."""
+    """A traced module; its `forward` takes `StepInputs`.
+
+    Of a family with towers, `forward` also takes `features` [T, D] in the compute dtype and
+    `is_feature` int32 [T]: rows that replace those of their tokens' embeddings.
+    """
 
     def state_buffers(self) -> list[StateBuffer]:
         """Every state buffer, in module order."""
@@ -348,6 +355,7 @@ class Definition:
         drafting: of a DSpark drafter; None for a family whose engines cannot have one.
         mtp: None for a family that has no chained MTP heads.
         parity: agreement with transformers that is expected, by compute dtype.
+        towers: what the model reads besides text, from (config.json, configuration).
         quantize_projections: the configuration with plain attention projections in another form,
             from (config, form); None for a family whose builds cannot quantize them.
     """
@@ -361,3 +369,4 @@ class Definition:
     mtp: MtpHeads | None = None
     parity: Mapping[str, ParityBound] = field(default_factory=lambda: EXACT_PARITY)
     quantize_projections: Callable[[Any, Any], Any] | None = None
+    towers: "Callable[[Mapping[str, Any], Any], tuple[Tower, ...]]" = lambda _values, _config: ()

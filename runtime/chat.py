@@ -15,6 +15,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from inkrt.errors import EngineFormatError, RequestError
 from inkrt.runtime.jinja_environment import chat_environment
+from inkrt.runtime.media.messages import check_parts, for_template
 from inkrt.runtime.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
@@ -95,7 +96,8 @@ class ChatTemplate:
         """The conversation as text, to look at; `encode_chat` makes the prompt.
 
         Args:
-            messages: with "role" and "content", optionally "name" and "reasoning_content".
+            messages: with "role" and "content" (a string, or parts; see `media.messages`),
+                optionally "name" and "reasoning_content".
             add_generation_prompt: end with the beginning of an answer.
             tools: function declarations, passed to the template.
             **kwargs: further template variables, e.g. reasoning_effort.
@@ -165,7 +167,7 @@ class ChatTemplate:
                 {
                     **self._variables,
                     **variables,
-                    "messages": list(messages),
+                    "messages": _plain(messages),
                     "strftime_now": now.strftime,
                 }
             )
@@ -189,15 +191,18 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise _message_error(place, message, 'an object with "role" and "content"')
         if message.get("role") not in ROLES:
             raise _message_error(f"{place}.role", message.get("role"), f"one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise _message_error(f"{place}.content", message.get("content"), "a string")
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            check_parts(content, f"{place}.content", message.get("role"))
+        elif not isinstance(content, str):
+            raise _message_error(f"{place}.content", content, "a string or a list of parts")
         for key, value in message.items():
             if key not in ("role", *TEXT_KEYS):
                 raise RequestError(
                     f"{place} has the key {key!r}; supported are role, {', '.join(TEXT_KEYS)}",
                     param="messages",
                 )
-            if not isinstance(value, str):
+            if not isinstance(value, str) and key != "content":
                 raise _message_error(f"{place}.{key}", value, "a string")
 
 
@@ -206,24 +211,46 @@ def _message_error(place: str, value: object, allowed: str) -> RequestError:
     return RequestError(f"{place} is {got}, it must be {allowed}", param="messages")
 
 
-def _mark(messages: Sequence[Message]) -> tuple[list[dict[str, str]], list[str]]:
+def _mark(messages: Sequence[Message]) -> tuple[list[dict[str, object]], list[str]]:
     """The messages with placeholders for their texts, and the texts.
 
     White space around a text stays in place, so that a template can strip it as it would; texts of
     white space alone stay, so that a template can test for them.
     """
-    marked: list[dict[str, str]] = []
+    marked: list[dict[str, object]] = []
     texts: list[str] = []
-    for message in messages:
-        fields = {key: str(value) for key, value in message.items()}
+
+    def mark(value: str) -> str:
+        if not (core := value.strip()):
+            return value
+        head, tail = value.split(core, 1) if value != core else ("", "")
+        texts.append(core)
+        return f"{head}{MARK_BEGIN}{len(texts) - 1}{MARK_END}{tail}"
+
+    for message in _plain(messages):
+        fields = dict(message)
         for key in TEXT_KEYS:
-            value = fields.get(key, "")
-            if core := value.strip():
-                head, tail = value.split(core, 1) if value != core else ("", "")
-                fields[key] = f"{head}{MARK_BEGIN}{len(texts)}{MARK_END}{tail}"
-                texts.append(core)
+            value = fields.get(key)
+            if isinstance(value, str):
+                fields[key] = mark(value)
+            elif isinstance(value, list):
+                fields[key] = [
+                    {**part, "text": mark(part["text"])} if "text" in part else part
+                    for part in value
+                ]
         marked.append(fields)
     return marked, texts
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, object]]:
+    """Messages as templates see them: strings, and parts of strings."""
+    return [
+        {
+            key: for_template(value) if isinstance(value, list | tuple) else str(value)
+            for key, value in message.items()
+        }
+        for message in messages
+    ]
 
 
 def _split_marks(rendered: str, texts: Sequence[str]) -> list[tuple[str, bool]]:

@@ -15,6 +15,7 @@ from inkrt.runtime.engine_file import (
     require_sound,
 )
 from inkrt.runtime.plan import Plan, dangling
+from inkrt.runtime.tower_spec import TowerSpec, TowerStepSpec
 
 
 def code_problems(config: EngineConfig, rank: int, code: EngineCode) -> list[str]:
@@ -41,6 +42,12 @@ def _output_problem(config: EngineConfig, plan: Plan) -> str | None:
     """What is wrong with the outputs of a step."""
     rows, vocab_size = plan.num_rows, config.model.vocab_size
     wanted = {"tokens": ("int32", (rows,)), "logits": ("float32", (rows, vocab_size))}
+    if found := _tower_step(config, plan):
+        wanted = {"features": (config.model.dtype, (rows, config.model.hidden_size))}
+        if problem := _tower_input_problem(*found, plan):
+            return problem
+    elif config.towers and 1 == rows < plan.num_tokens and "is_feature" not in plan.inputs:
+        return f"step {plan.name} takes no features, {CONFIG_NAME} has towers"
     if plan.name == DRAFT_STEP and config.draft is not None and config.draft.has_confidence:
         wanted["confidences"] = ("float32", (rows,))
     outputs = {name: plan.tensors[index] for name, index in plan.outputs.items()}
@@ -57,10 +64,30 @@ def _output_problem(config: EngineConfig, plan: Plan) -> str | None:
     return None
 
 
+def _tower_step(config: EngineConfig, plan: Plan) -> tuple[TowerSpec, TowerStepSpec] | None:
+    """What the configuration says of a step of a tower; None of any other step."""
+    steps = ((tower, step) for tower in config.towers for step in tower.steps)
+    return next((found for found in steps if found[0].name_of(found[1]) == plan.name), None)
+
+
+def _tower_input_problem(tower: TowerSpec, step: TowerStepSpec, plan: Plan) -> str | None:
+    """What is wrong with the inputs of a step of a tower: all three must speak of the same."""
+    found = {name: plan.tensors[index] for name, index in plan.inputs.items()}
+    if {name: (x.dtype, x.shape) for name, x in found.items()} != {
+        name: (x.dtype, x.shape) for name, x in step.inputs.items()
+    }:
+        return f"step {plan.name} takes other inputs than {CONFIG_NAME} says"
+    if tower.processor.shapes(step.num_rows) != {name: x.shape for name, x in step.inputs.items()}:
+        return f"step {plan.name} takes other inputs than the processor in {CONFIG_NAME} makes"
+    return None
+
+
 def _context_problem(config: EngineConfig, plan: Plan, plans: dict[str, Plan]) -> str | None:
     """What is wrong with the state of a step: every step writes what the draft step reads."""
     if unknown := _state_of(plan) - {buffer.name for buffer in config.state.buffers}:
         return f"step {plan.name} has state {min(unknown)}, {CONFIG_NAME} has none"
+    if _tower_step(config, plan):
+        return None
     if DRAFT_STEP in plans and (unwritten := _state_of(plans[DRAFT_STEP]) - _state_of(plan)):
         return f"step {plan.name} lacks {min(unwritten)}, which step {DRAFT_STEP} reads"
     return None

@@ -25,9 +25,10 @@ from safetensors import numpy as safetensors_numpy
 
 from inkrt.errors import EngineFormatError, EngineMismatchError
 from inkrt.runtime.plan import Plan
+from inkrt.runtime.tower_spec import TowerSpec
 
 FORMAT = "ink-engine"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 CONFIG_NAME = "config.json"
 DRAFT_STEP = "draft"
 TOKENIZER_FILES = (
@@ -35,6 +36,8 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 
 
@@ -171,6 +174,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
         plugins: version of every plugin that the plans call.
         checkpoint_fingerprint: sha256 over names, sizes and headers of the checkpoint's files.
         files: every other file of the folder.
+        towers: what reads images and recordings; their steps are not among `steps`.
     """
 
     format: str
@@ -189,11 +193,19 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint_fingerprint: str
     files: dict[str, FileEntry]
     draft: DraftSpec | None = None
+    towers: tuple[TowerSpec, ...] = ()
 
     @property
     def all_steps(self) -> tuple[StepSpec, ...]:
         """Steps that there is a plan for."""
-        return self.steps if self.draft is None else (*self.steps, self.draft.step)
+        draft = () if self.draft is None else (self.draft.step,)
+        return (*self.steps, *draft, *self.tower_steps)
+
+    @property
+    def tower_steps(self) -> tuple[StepSpec, ...]:
+        """Steps of the towers."""
+        sizes = (size for tower in self.towers for size in tower.named_rows.items())
+        return tuple(StepSpec(name, num_rows, num_rows) for name, num_rows in sizes)
 
     @property
     def widest_verify(self) -> int:

@@ -15,6 +15,7 @@ from inkrt.errors import RequestError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.logits import LogitsProcessor, check_processing, draw_rows
+from inkrt.runtime.media.rows import FeatureRows
 from inkrt.runtime.output import Delta, FinishReason
 from inkrt.runtime.rebuild import rebuild_with
 from inkrt.runtime.sampling_params import LEAST_TEMPERATURE, MAX_SEED, SamplingParams
@@ -60,6 +61,7 @@ class Generation:
         params: sampling and stopping.
         tokenizer: makes the text; None leaves it empty.
         speculator: takes several tokens a step where it can; None takes one.
+        features: rows in place of the embeddings of some tokens of the prompt.
 
     Raises:
         RequestError: from the constructor, if a bad word has no tokens; the session is closed.
@@ -76,6 +78,7 @@ class Generation:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         speculator: Speculator | None = None,
+        features: FeatureRows | None = None,
     ) -> None:
         config = session.config
         assert session.tokens == list(prompt[: session.length]), "of another prompt"
@@ -83,6 +86,7 @@ class Generation:
         self.state: Literal["prefill", "decode", "finished"] = "prefill"
         self._session = session
         self._prompt = prompt
+        self._features = features
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else config.model.eos_token_ids)
         self._stop_ids = self._eos.union(params.stop_token_ids)
@@ -125,8 +129,12 @@ class Generation:
             start = self._session.length
             piece = self._prompt[start : start + self._session.widest_step]
             is_last = start + len(piece) == len(self._prompt)
+            rows = self._features.within(start, start + len(piece)) if self._features else None
             output = self._session.prefill(
-                piece, self._sampling, wants_logits=is_last and self._processor is not None
+                piece,
+                self._sampling,
+                wants_logits=is_last and self._processor is not None,
+                features=rows,
             )
             if not is_last:
                 return Delta("", ())

@@ -6,7 +6,7 @@ in no promised order; it is not held while a caller's code runs.
 
 import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -18,16 +18,25 @@ import msgspec
 from inkrt.errors import EngineFormatError, RequestError
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.generation import Generation, check_request
+from inkrt.runtime.media.encode import TowerInputs, encode
+from inkrt.runtime.media.messages import media_of
+from inkrt.runtime.media.prompt import expand, in_front
+from inkrt.runtime.media.reader import MediaReader
+from inkrt.runtime.media.rows import FeatureRows, place_rows, require_tower
 from inkrt.runtime.output import CompletionOutput, Delta, RequestOutput
 from inkrt.runtime.sampling_params import SamplingParams
+from inkrt.runtime.session import check_tokens
 from inkrt.runtime.spec.config import Method, SpeculativeConfig
 from inkrt.runtime.spec.self_test import check_drafter
 from inkrt.runtime.spec.stats import SpeculationStats
+from inkrt.runtime.tower_spec import Kind
 
 if TYPE_CHECKING:
     from inkrt.runtime.chat import Message
 
-Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
+# A mapping has "prompt" or "prompt_token_ids", and may have "images" and "audio".
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_MEDIA: dict[str, Kind] = {"images": "vision", "audio": "audio"}
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +46,7 @@ class _Request:
     request_id: str
     prompt: list[int]
     params: SamplingParams
+    media: dict[Kind, list[TowerInputs]] = field(default_factory=dict)
     generation: Generation | None = None
     deltas: list[Delta] = field(default_factory=list)
     has_ended: bool = False
@@ -104,17 +114,21 @@ class LLM:
         # Reentrant: the garbage collector may close a forgotten stream while its thread holds it.
         self._lock = threading.RLock()
         self._numbers = count()
+        self._media = MediaReader(self.engine.folder, self.engine.config)
 
     def generate(
         self,
-        prompts: str | Mapping[str, Sequence[int]] | Sequence[Prompt],
+        prompts: str | Mapping[str, Any] | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; as many as the engine has room for take turns, step by step.
 
         Args:
-            prompts: texts, lists of token ids, or {"prompt_token_ids": [...]}. Text is encoded as
-                ordinary text: role markers in it mean nothing. A single text may stand alone.
+            prompts: texts, lists of token ids, or objects with either as "prompt" or
+                "prompt_token_ids". Text is encoded as ordinary text: role markers in it mean
+                nothing. A single text or object may stand alone. An object may have "images" and
+                "audio", lists of bytes, paths or, of audio, (samples, rate); token ids have
+                placeholders for them (see `media.prompt`), and text stands behind all of them.
             params: for all prompts, or one per prompt.
 
         Returns:
@@ -172,6 +186,7 @@ class LLM:
 
         Args:
             messages: objects with "role" and "content", optionally "name" and "reasoning_content".
+                Content is a string or a list of parts (see `media.messages`).
             params: sampling and stopping.
 
         Raises:
@@ -185,6 +200,16 @@ class LLM:
     ) -> Generator[Delta, None, None]:
         """Answer one conversation as `stream` does; arguments and errors are those of `chat`."""
         return self.stream(self._encode_chat(messages), params)
+
+    def prompt_tokens(self, prompt: "Prompt | Sequence[Message]") -> list[int]:
+        """The token ids of a prompt or of messages, as a request reads them.
+
+        Raises:
+            RequestError: it is invalid.
+        """
+        is_chat = isinstance(prompt, Sequence) and any(isinstance(x, Mapping) for x in prompt)
+        given: Any = self._encode_chat(prompt) if is_chat else prompt  # type: ignore[arg-type]
+        return list(self._read(given)[0])
 
     def close(self) -> None:
         """Release all memory; running streams end with an error. May be called again."""
@@ -204,34 +229,61 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: SamplingParams | None) -> _Request:
         tokenizer = self.engine.tokenizer
-        tokens: Any = prompt
-        if isinstance(prompt, Mapping):
-            if set(prompt) != {"prompt_token_ids"}:
-                raise RequestError(
-                    f"a prompt object has the keys {sorted(prompt)}, it must have "
-                    "prompt_token_ids only",
-                    param="prompt",
-                )
-            tokens = prompt["prompt_token_ids"]
-        elif isinstance(prompt, str):
-            if tokenizer is None:
+        own = params or self.default_params
+        ids, media = self._read(prompt)
+        ids = check_request(ids, own, self.engine.config, has_tokenizer=tokenizer is not None)
+        return _Request(f"request-{next(self._numbers)}", ids, own, media)
+
+    def _read(self, prompt: Prompt) -> tuple[Sequence[int], dict[Kind, list[TowerInputs]]]:
+        """Token ids with all placeholders, and what towers take of images and recordings."""
+        config, tokenizer = self.engine.config, self.engine.tokenizer
+        fields = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+        given: dict[Kind, Any] = {kind: fields.pop(name, ()) for name, kind in _MEDIA.items()}
+        if len(fields) != 1 or not fields.keys() <= {"prompt", "prompt_token_ids"}:
+            raise RequestError(
+                f"a prompt object has the keys {sorted(prompt)}, it must have prompt or "
+                f"prompt_token_ids, and may have {' and '.join(_MEDIA)}",
+                param="prompt",
+            )
+        tokens = self._tokens(fields.get("prompt", fields.get("prompt_token_ids")), fields.keys())
+        media = {kind: self._media.read(kind, sources) for kind, sources in given.items()}
+        counts = {kind: [item.num_rows for item in items] for kind, items in media.items()}
+        place = in_front if isinstance(fields.get("prompt"), str) else expand
+        ids = place(tokens, counts, config, tokenizer.special_ids if tokenizer else {})
+        return ids, {kind: items for kind, items in media.items() if items}
+
+    def _tokens(self, prompt: object, keys: Collection[str]) -> Sequence[int]:
+        """Token ids of a prompt, under the one key of a prompt object that may hold text or not."""
+        if isinstance(prompt, str) and "prompt" in keys:
+            if self.engine.tokenizer is None:
                 raise RequestError(
                     "the engine has no tokenizer.json; give token ids or rebuild it from a "
                     "checkpoint with a tokenizer",
                     param="prompt",
                 )
-            tokens = tokenizer.encode(prompt)
-        if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes):
+            return self.engine.tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
             raise RequestError(
-                f"a prompt is of type {type(tokens).__name__}, it must be a string, "
+                f"a prompt is of type {type(prompt).__name__}, it must be a string, "
                 'a list of token ids or {"prompt_token_ids": [...]}',
                 param="prompt",
             )
-        own = params or self.default_params
-        ids = check_request(tokens, own, self.engine.config, has_tokenizer=tokenizer is not None)
-        return _Request(f"request-{next(self._numbers)}", ids, own)
+        return check_tokens(prompt, self.engine.config)
 
-    def _encode_chat(self, messages: "Sequence[Message]") -> list[int]:
+    def _features(self, request: _Request) -> FeatureRows | None:
+        """What stands in place of the embeddings of the request's placeholders."""
+        if not request.media:
+            return None
+        config = self.engine.config
+        rows = {
+            kind: encode(
+                self.engine.executor, require_tower(kind, config), items, config.model.hidden_size
+            )
+            for kind, items in request.media.items()
+        }
+        return place_rows(request.prompt, rows, config)
+
+    def _encode_chat(self, messages: "Sequence[Message]") -> Prompt:
         template, tokenizer = self.engine.chat_template, self.engine.tokenizer
         if template is None or tokenizer is None:
             raise RequestError(
@@ -239,7 +291,8 @@ class LLM:
                 "with chat_template.jinja and tokenizer.json",
                 param="messages",
             )
-        return template.encode_chat(messages, tokenizer)
+        tokens = template.encode_chat(messages, tokenizer)
+        return {"prompt_token_ids": tokens, **media_of(messages)}
 
     def _stream(self, request: _Request) -> Generator[Delta, None, None]:
         try:
@@ -261,12 +314,15 @@ class LLM:
         with self._lock:
             if not must and self.engine.states.num_free_slots == 0:
                 return False
+            features = self._features(request)
+            request.media.clear()  # large, and read
             request.generation = Generation(
                 self.engine.session(),
                 request.prompt,
                 request.params,
                 self.engine.tokenizer,
                 None if self._drafting is None else self._drafting.speculator(),
+                features,
             )
             return True
 

@@ -167,7 +167,7 @@ class Plan(Struct, frozen=True):
     """A step that an executor can run.
 
     Attributes:
-        name: "decode", "verify4", "prefill64", "draft".
+        name: "decode", "verify4", "prefill64", "draft", "vision16".
         num_tokens: rows T that the step takes; a call may use fewer (`num_tokens` input).
         num_rows: rows R of its outputs: T, 1 where only the last row is wanted, or the drafts of a
             block.
@@ -178,7 +178,7 @@ class Plan(Struct, frozen=True):
         fills: what scratch holds before the first run.
         inputs: input name to tensor index.
         outputs: "tokens" int32 [R] and "logits" float32 [R, vocabulary]; of a draft step with a
-            confidence head, "confidences" float32 [R] too.
+            confidence head, "confidences" float32 [R] too. Of a tower, "features" [R, D] alone.
     """
 
     name: str

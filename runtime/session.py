@@ -6,7 +6,7 @@ nor when to stop. Sessions of one engine share its executor: use them from one t
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from types import TracebackType
 from typing import Self, TypeVar
@@ -23,6 +23,7 @@ from inkrt.runtime.executor.round_queue import (
     RoundRecord,
     RoundSettings,
 )
+from inkrt.runtime.media.rows import FeatureRows, check_features
 from inkrt.runtime.state import SequenceState, StateManager
 
 # Steps that decoding may run ahead of the one asked for: enough for the host to be late by a few
@@ -122,36 +123,49 @@ class Session:
         *,
         chunk: int | None = None,
         wants_logits: bool = True,
+        features: FeatureRows | None = None,
     ) -> StepOutput:
         """Append tokens, as few steps as possible.
 
         Pieces are as long as the widest step (or `chunk`) allows; each piece takes the narrowest
-        step that holds it. If a step raises, the pieces before it stay appended.
+        step that holds it and takes feature rows, if it has some. If a step raises, the pieces
+        before it stay appended.
 
         Args:
             tokens: at least one.
             sampling: for the token after the last.
             chunk: most tokens per step.
             wants_logits: whether the output has logits, which takes time.
+            features: rows in place of the embeddings of some of the tokens, made by `place_rows`.
 
         Returns:
             One row: the last token's.
 
         Raises:
-            RequestError: invalid tokens or chunk.
+            RequestError: invalid tokens or chunk, or features that do not belong to them.
             CapacityError: the context or the pages are exhausted.
         """
         ids = check_tokens(tokens, self.config)
         if chunk is not None and chunk < 1:
             raise RequestError(f"chunk is {chunk}, it must be at least 1", param="chunk")
         self._require_open()
+        if features is not None:
+            check_features(features, len(ids), self.config)
         self._states.require_context(self._sequence, len(ids))
         size = min(chunk or self.widest_step, self.widest_step)
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
-            step = next(step for step in self._steps if step.num_tokens >= len(piece))
+            rows = features.within(start, start + len(piece)) if features else None
+            step = next(
+                step
+                for step in self._steps
+                if step.num_tokens >= len(piece)
+                and (rows is None or step.num_rows < step.num_tokens)
+            )
             is_last = start + size >= len(ids)
-            output = self._run(step, piece, sampling, wants_logits=wants_logits and is_last)
+            output = self._run(
+                step, piece, sampling, wants_logits=wants_logits and is_last, features=rows
+            )
         return StepOutput(output.tokens[-1:], output.logits[-1:])
 
     def num_writable(self, num_tokens: int) -> int:
@@ -335,9 +349,17 @@ class Session:
         self.close()
 
     def _run(
-        self, step: StepSpec, tokens: list[int], sampling: Sampling, *, wants_logits: bool = True
+        self,
+        step: StepSpec,
+        tokens: list[int],
+        sampling: Sampling,
+        *,
+        wants_logits: bool = True,
+        features: FeatureRows | None = None,
     ) -> StepOutput:
         def run(step_input: StepInput) -> StepOutput:
+            if features is not None:
+                step_input = replace(step_input, features=features)
             return self._executor.run(step.name, step_input, wants_logits=wants_logits)
 
         return self._append(tokens, sampling, 0, run)

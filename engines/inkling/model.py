@@ -89,12 +89,17 @@ class Inkling(nn.Module):
     def forward(
         self,
         step: StepInputs,
+        features: Tensor | None = None,
+        is_feature: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `StepInputs`; gives tokens int32 [R] and logits float32 [R, V].
+        """See `StepInputs`, `TextModel`; gives tokens int32 [R] and logits float32 [R, V].
 
         R is T, or 1 with `last_row_only`. Logits are not rounded to the model's dtype.
         """
-        h_TD = embedded_TD = embed(step.tokens, self.embed, self.embed_norm, self.config)
+        h_TD = embed(step.tokens, self.embed, self.embed_norm, self.config)
+        if features is not None:
+            h_TD = ink.place_features(h_TD, features, is_feature)
+        embedded_TD = h_TD
         for layer in self.layers:
             h_TD = layer(h_TD, step)
         f_TD = ink.rms_norm(h_TD, self.norm, self.config.rms_norm_eps, self.dtype)

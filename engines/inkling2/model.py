@@ -220,21 +220,25 @@ class Inkling2(nn.Module):
     def forward(
         self,
         step: StepInputs,
+        features: Tensor | None = None,
+        is_feature: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `StepInputs`; gives tokens int32 [R] and logits float32 [R, V].
+        """See `StepInputs`, `TextModel`; gives tokens int32 [R] and logits float32 [R, V].
 
         R is T, or 1 with `last_row_only`.
         """
         embedded_TD = ink.embedding(step.tokens, self.embed)
         h_TD = ink.rms_norm(embedded_TD, self.embed_norm, self.config.rms_norm_eps, self.dtype)
+        if features is not None:
+            h_TD = ink.place_features(h_TD, features, is_feature)
         blocks: list[Tensor] = []
-        features: list[Tensor] = []
+        taps: list[Tensor] = []
         for layer in self.layers:
             h_TD, blocks, tap_TD = layer(h_TD, blocks, step)
             if tap_TD is not None:
-                features.append(tap_TD)
+                taps.append(tap_TD)
         if self.drafter is not None:
-            self.drafter.write_context(features, step)
+            self.drafter.write_context(taps, step)
         (f_TD,) = self.output_input(blocks, h_TD)
         if self.last_row_only:
             f_TD = ink.last_row(f_TD, step.num_tokens)

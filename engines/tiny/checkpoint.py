@@ -79,7 +79,7 @@ MODELS = {
         inkling2.config, inkling2.tensors, inkling2.to_transformers, tokenizer.INKLING, None
     ),
     "inkling": TinyModel(
-        inkling.config, inkling.tensors, inkling.to_transformers, tokenizer.INKLING, None
+        inkling.config, inkling.tensors, inkling.to_transformers, tokenizer.INKLING_AUDIO, None
     ),
     "inkling2-quantized": quantized_model(has_projections=False),
     "inkling2-quantized-attention": quantized_model(has_projections=True),

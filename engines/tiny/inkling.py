@@ -40,8 +40,9 @@ HAS_CHAIN_NORM = False
 HIDDEN_FIRST = True
 
 MEL_BINS, MEL_VOCAB = 6, 5
-# Of the vision tower with patches of 2 x 2 x 2 and one channel; the last projects to the text.
-VISION_SHAPES = ((1, 1), (64, 4), (HIDDEN, 128))
+TILE_SIZE, NUM_FRAMES = 2, 2
+# Of the vision tower with patches of 2 x 2 x 2 x 3; the last projects to the text.
+VISION_SHAPES = ((64, 12), (1536, 128), (HIDDEN, 1536))
 
 _LLM = "model.llm."
 _MTP = "model.mtp."
@@ -76,7 +77,7 @@ def config(dtype: str) -> dict[str, Any]:
     Args:
         dtype: main dtype, "bfloat16" or "float32".
     """
-    ids = tokenizer.special_ids()
+    ids = tokenizer.special_ids(tokenizer.INKLING_AUDIO)
     heads, kv_heads, size = HEADS["full"]
     swa_heads, swa_kv_heads, swa_size = HEADS["sliding"]
     return {
@@ -84,6 +85,9 @@ def config(dtype: str) -> dict[str, Any]:
         "model_type": "inkling_mm_model",
         "dtype": dtype,
         "image_token_id": ids[tokenizer.IMAGE_TOKEN],
+        "audio_token_id": ids[tokenizer.AUDIO_TOKEN],
+        "image_bos_token_id": ids["<|content_image|>"],
+        "audio_bos_token_id": ids["<|content_audio_input|>"],
         "tie_word_embeddings": False,
         "text_config": {
             "model_type": "inkling_text",
@@ -136,15 +140,18 @@ def config(dtype: str) -> dict[str, Any]:
             "model_type": "inkling_audio",
             "n_mel_bins": MEL_BINS,
             "mel_vocab_size": MEL_VOCAB,
-            "text_hidden_size": HIDDEN,
+            "decoder_dmodel": HIDDEN,
+            "audio_mode": "dmel",
+            "use_audio_norm": True,
         },
         "vision_config": {
             "model_type": "inkling_vision",
-            "patch_size": 2,
-            "temporal_patch_size": 2,
-            "num_channels": 1,
-            "num_hidden_layers": len(VISION_SHAPES),
-            "text_hidden_size": HIDDEN,
+            "patch_size": TILE_SIZE,
+            "temporal_patch_size": NUM_FRAMES,
+            "num_channels": 3,
+            "n_layers": len(VISION_SHAPES),
+            "decoder_dmodel": HIDDEN,
+            "use_vision_norm": True,
         },
         "mtp_config": {
             "num_nextn_predict_layers": NUM_MTP,

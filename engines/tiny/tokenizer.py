@@ -6,6 +6,7 @@ templates are short ones of ours in the family's format. Flint's own tokenizer a
 known to us: it is given the markers of GLM-4.7, whose output format it has.
 """
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +32,9 @@ SPECIAL_TOKENS = (
     "<|content_invoke_tool_text|>",
     IMAGE_TOKEN,
 )
+AUDIO_TOKEN = "<|unused_audio|>"
+# Of models that hear.
+AUDIO_TOKENS = ("<|content_audio_input|>", "<|audio_end|>", AUDIO_TOKEN)
 VOCAB_SIZE = 490  # tokens with a meaning; some models pad it
 
 _TEXT = """\
@@ -51,6 +55,10 @@ Grüße aus dem Norden, schreibt ein Freund; à bientôt, écrit une amie.
 
 # One message per part, nothing between messages, and the model's own turn ends with the stop token.
 _CHAT_TEMPLATE = """\
+{%- set media = {
+  "image": ("image", "<|unused_image|>"),
+  "audio": ("audio_input", "<|unused_audio|><|audio_end|>"),
+} -%}
 {%- set roles =
   {"system": "system", "developer": "system", "user": "user", "assistant": "model"} -%}
 {%- macro message(role, kind, text) -%}
@@ -68,10 +76,13 @@ _CHAT_TEMPLATE = """\
     {{- message(role, "text", item.content) -}}
   {%- else -%}
     {%- for part in item.content or [] -%}
-      {%- if part.type != "text" -%}
+      {%- if part.type == "text" -%}
+        {{- message(role, "text", part.text) -}}
+      {%- elif part.type in media -%}
+        {{- message(role, media[part.type][0], media[part.type][1]) -}}
+      {%- else -%}
         {{- raise_exception("this template has no content part " ~ part.type) -}}
       {%- endif -%}
-      {{- message(role, "text", part.text) -}}
     {%- endfor -%}
   {%- endif -%}
   {%- if role == "model" -%}
@@ -133,6 +144,7 @@ INKLING = Style(
     _CHAT_TEMPLATE,
     (("temperature", 1.0),),
 )
+INKLING_AUDIO = dataclasses.replace(INKLING, special_tokens=(*SPECIAL_TOKENS, *AUDIO_TOKENS))
 GLM = Style(
     (
         "<|endoftext|>",

@@ -22,6 +22,7 @@ from inkrt.runtime.plan import (
     Ref,
     Refs,
 )
+from inkrt.runtime.tower_spec import TowerSpec
 
 _SHORT_DTYPE = {"bfloat16": "bf16", "float32": "f32", "int32": "i32", "int64": "i64"}
 
@@ -43,6 +44,7 @@ def summary(config: EngineConfig, plans: Mapping[str, Plan]) -> list[str]:
         ("target", f"{config.target}, {_count(config.tp_size, 'rank')}"),
         ("context", f"{config.max_seq_len:,} positions, {_count(state.num_slots, 'session')}"),
         *([("drafter", _drafter(config.draft))] if config.draft else []),
+        *(("tower", _tower(tower)) for tower in config.towers),
         (
             "memory",
             f"{format_bytes(memory.total)} per rank: {format_bytes(memory.weights)} weights,",
@@ -163,6 +165,12 @@ def difference(
             sizes = f"{a.size:,} -> {b.size:,} bytes, " if a.size != b.size else ""
             lines.append(f"file {name}: {sizes}sha256 {a.sha256[:12]} -> {b.sha256[:12]}")
     return lines
+
+
+def _tower(tower: TowerSpec) -> str:
+    sizes = " or ".join(str(step.num_rows) for step in tower.steps)
+    what = "of several inputs" if tower.is_rowwise else "of one input"
+    return f"{tower.kind}, token {tower.token_id}, steps of {sizes} rows {what}"
 
 
 def _drafter(draft: DraftSpec) -> str:

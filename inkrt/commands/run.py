@@ -14,8 +14,10 @@ import typer
 from inkrt.commands import console, spec_options
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from inkrt.runtime.chat import Message
-    from inkrt.runtime.llm import LLM
+    from inkrt.runtime.llm import LLM, Prompt
     from inkrt.runtime.output import Delta
     from inkrt.runtime.sampling_params import SamplingParams
     from inkrt.runtime.spec.stats import SpeculationStats
@@ -73,6 +75,16 @@ def run(
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="Use the chat template, or the bare text.")
     ] = True,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="An image before the prompt; may be given several times."
+        ),
+    ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A recording before the prompt; may be repeated."),
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print counts and times.")] = False,
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens to generate.  [default: as many as fit]")
@@ -142,6 +154,7 @@ def run(
             is_chat=chat,
             show_stats=stats,
             marks_drafts=interactive and console.can_color(sys.stdout),
+            media={"images": list(image or ()), "audio": list(audio or ())},
         )
         line = _read_line() if prompt is None else prompt
         while line is not None:
@@ -164,6 +177,7 @@ class Dialog:
             every prompt stands alone and is continued.
         show_stats: print counts and times of each answer to stderr.
         marks_drafts: print accepted drafts in green.
+        media: paths of "images" and "audio" that go with the first prompt.
     """
 
     def __init__(
@@ -174,6 +188,7 @@ class Dialog:
         is_chat: bool,
         show_stats: bool,
         marks_drafts: bool = False,
+        media: "Mapping[str, Sequence[Path]] | None" = None,
     ) -> None:
         self._llm = llm
         self._params = params
@@ -181,6 +196,7 @@ class Dialog:
         self._show_stats = show_stats
         self._marks_drafts = marks_drafts
         self._messages: list[Message] = []
+        self._media = {name: list(paths) for name, paths in (media or {}).items() if paths}
 
     def say(self, prompt: str) -> None:
         """Print the answer to `prompt`.
@@ -188,12 +204,16 @@ class Dialog:
         Raises:
             InkError: the request is invalid or does not fit.
         """
-        messages: list[Message] = [*self._messages, {"role": "user", "content": prompt}]
+        messages: list[Message] = [
+            *self._messages,
+            {"role": "user", "content": self._content(prompt)},
+        ]
+        raw: Prompt = {"prompt": prompt, **self._media} if self._media else prompt
         started = time.perf_counter()
         if self._is_chat:
             stream = self._llm.chat_stream(messages, self._params)
         else:
-            stream = self._llm.stream(prompt, self._params)
+            stream = self._llm.stream(raw, self._params)
         num_tokens, first, text = 0, started, ""
         before = self._llm.speculation.copy()
         try:
@@ -210,11 +230,11 @@ class Dialog:
         if not text.endswith("\n"):
             sys.stdout.write("\n")
         self._messages = [*messages, {"role": "assistant", "content": text}]
+        self._media.clear()
         if self._show_stats:
             sys.stdout.flush()
-            prompt_tokens = self._count(prompt, messages)
             stats = Stats(
-                prompt_tokens,
+                len(self._llm.prompt_tokens(messages if self._is_chat else raw)),
                 num_tokens,
                 first - started,
                 ended - started,
@@ -228,14 +248,15 @@ class Dialog:
         drafted = delta.text[: delta.num_accepted_chars]
         return typer.style(drafted, fg="green") + delta.text[delta.num_accepted_chars :]
 
-    def _count(self, prompt: str, messages: "list[Message]") -> int:
-        engine = self._llm.engine
-        # Both are there: the same prompt has just been answered.
-        assert engine.tokenizer is not None
-        if not self._is_chat:
-            return len(engine.tokenizer.encode(prompt))
-        assert engine.chat_template is not None
-        return len(engine.chat_template.encode_chat(messages, engine.tokenizer))
+    def _content(self, prompt: str) -> object:
+        """Of the next message: what goes with the first prompt stands before it."""
+        if not self._media:
+            return prompt
+        return [
+            *({"type": "image", "image": path} for path in self._media.get("images", ())),
+            *({"type": "audio", "audio": path} for path in self._media.get("audio", ())),
+            {"type": "text", "text": prompt},
+        ]
 
 
 def _read_line() -> str | None:
@@ -258,7 +279,7 @@ def make_app() -> typer.Typer:
         app,
         run,
         options=spec_options.SpecOptions,
-        api_names={**spec_options.API_NAMES, "bad_words": "bad_word"},
+        api_names={**spec_options.API_NAMES, "bad_words": "bad_word", "images": "image"},
     )
     return app
 

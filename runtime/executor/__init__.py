@@ -4,7 +4,7 @@ An executor owns the device memory of one engine (weights, state, scratch) and r
 time. It knows slots and pages as numbers only; which of them belong to whom is `runtime.state`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +19,7 @@ from inkrt.runtime.rebuild import rebuild_with
 if TYPE_CHECKING:
     from inkrt.runtime.executor.peers import RankSlice
     from inkrt.runtime.executor.round_queue import RoundQueue
+    from inkrt.runtime.media.rows import FeatureRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class StepInput:
         sampling: for every row.
         is_coupled: whether drafts are drawn with the noise of the target's draws at their
             positions; for the draft step.
+        features: rows in place of the embeddings of some tokens; for prefill steps of engines with
+            towers.
     """
 
     tokens: Sequence[int]
@@ -64,6 +67,7 @@ class StepInput:
     pages: Sequence[int]
     sampling: Sampling
     is_coupled: bool = False
+    features: "FeatureRows | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,18 @@ class Executor(Protocol):
         Args:
             step_input: one token.
             num_ahead: most steps to run ahead of this one.
+        """
+
+    def encode(
+        self, step: str, inputs: Mapping[str, NDArray[np.generic]], num_rows: int
+    ) -> NDArray[np.float32]:
+        """Run a step of a tower and give its feature rows, float32 [num_rows, D].
+
+        Args:
+            step: of the tower.
+            inputs: by name, each of the shape that the step takes, or shorter in the first
+                dimension; floating values are rounded to the input's dtype.
+            num_rows: from 1 to the rows of the step.
         """
 
     def copy_slot(self, source: int, target: int) -> None:

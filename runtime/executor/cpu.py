@@ -8,7 +8,7 @@ This is the one module of the runtime that imports torch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from inkrt.runtime.plan import (
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
 
 # Called after each launch with the step's input, the launch and its outputs on rank 0.
 Observer = Callable[[StepInput, Launch, list[Tensor]], None]
@@ -65,8 +66,12 @@ class CpuExecutor:
         self._ranks = [
             _Rank(_load_weights(folder, config, rank, code), config, arena_bytes) for rank in ranks
         ]
+        # Towers are the same on all ranks, so that one runs them for all.
+        own = {step.name for step in config.tower_steps}
         self._bound = {
-            name: _BoundPlan(plan, [rank.bind(plan) for rank in self._ranks])
+            name: _BoundPlan(
+                plan, [rank.bind(plan) for rank in self._ranks[: 1 if name in own else None]]
+            )
             for name, plan in self._plans.items()
         }
 
@@ -80,9 +85,15 @@ class CpuExecutor:
             values = _input_values(step_input, rank, wants_logits=wants_logits)
             for name, index in plan.inputs.items():
                 # Unused rows and pages keep harmless zeros.
-                value, tensor = values[name], tensors[index]
-                tensor.zero_()
-                tensor[: len(value)] = torch.tensor(value, dtype=tensor.dtype)
+                tensors[index].zero_()
+                if name in values:
+                    value = values[name]
+                    tensors[index][: len(value)] = torch.tensor(value, dtype=tensors[index].dtype)
+            if step_input.features is not None:
+                places = torch.from_numpy(step_input.features.places)
+                features = tensors[plan.inputs["features"]]
+                features[places] = torch.from_numpy(step_input.features.rows).to(features.dtype)
+                tensors[plan.inputs["is_feature"]][places] = 1
         for launch in plan.launches:
             bound.run_launch(launch)
             if self.observer is not None:
@@ -95,6 +106,23 @@ class CpuExecutor:
         logits: np.ndarray[Any, np.dtype[np.float32]] = wanted.numpy().copy()
         confidences = outputs["confidences"].numpy().copy() if "confidences" in outputs else None
         return StepOutput(tokens, logits, confidences)
+
+    def encode(
+        self, step: str, inputs: "Mapping[str, NDArray[np.generic]]", num_rows: int
+    ) -> "NDArray[np.float32]":
+        """Run a step of a tower on one rank."""
+        bound = self._bound[step]
+        plan, (tensors,) = bound.plan, bound.tensors
+        assert 1 <= num_rows <= plan.num_tokens, f"{num_rows} rows in step {step}"
+        for name, index in plan.inputs.items():
+            value = torch.from_numpy(inputs[name])
+            tensors[index].zero_()
+            tensors[index][: len(value)] = value.to(tensors[index].dtype)
+        for launch in plan.launches:
+            bound.run_launch(launch)
+        features = tensors[plan.outputs["features"]][:num_rows]
+        rows: NDArray[np.float32] = features.float().numpy().copy()
+        return rows
 
     @property
     def rounds(self) -> None:

@@ -9,7 +9,7 @@ rounds of speculation, which run by themselves.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -114,6 +114,15 @@ class CudaExecutor:
         num_rows = {"tokens": rows, "logits": rows if wants_logits else 0, "confidences": rows}
         outputs = self._await(lambda: self.ranks[0].receive(plan, num_rows))
         return StepOutput(outputs["tokens"], outputs["logits"], outputs.get("confidences"))
+
+    def encode(
+        self,
+        step: str,
+        inputs: Mapping[str, NDArray[np.generic]],  # noqa: ARG002
+        num_rows: int,  # noqa: ARG002
+    ) -> NDArray[np.float32]:
+        """Refuse: the builder makes no engine for GPUs that has such a step."""
+        raise EngineMismatchError(f"step {step}: this version runs towers on the cpu only")
 
     def decode(self, step_input: StepInput, num_ahead: int) -> int:
         """Run the decode step on one token, or take its result if it has run ahead."""

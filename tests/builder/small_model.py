@@ -33,7 +33,7 @@ Damage = Callable[[Path], object]
 Refuse = Callable[[Damage], InkError | None]
 
 # Two steps and few pages: what most tests need of an engine, quickly built.
-OPTIONS = BuildOptions(max_verify_tokens=1, max_seq_len=200, prefill_chunk=16)
+OPTIONS = BuildOptions(max_verify_tokens=1, max_seq_len=200, prefill_chunk=16, towers="none")
 STATE = StateOptions(num_slots=2, max_seq_len=200, page_tokens=PAGE_TOKENS)
 DECODE = StepSpec("decode", 1, 1)
 VERIFY3 = StepSpec("verify3", 3, 3)

@@ -213,6 +213,7 @@ def options_of(tp_size: int) -> BuildOptions:
         tp_size=tp_size,
         max_verify_tokens=OPTIONS.max_verify_tokens,
         max_seq_len=OPTIONS.max_seq_len,
+        towers=OPTIONS.towers,
         prefill_chunk=OPTIONS.prefill_chunk,
     )
 

@@ -135,7 +135,7 @@ def test_rings_have_room_for_a_chunk_where_kernels_write_first(tmp_path: Path) -
 def test_a_chunk_is_no_longer_than_a_session(
     checkpoint: Path, max_seq_len: int, chunk: int
 ) -> None:
-    options = BuildOptions(max_seq_len=max_seq_len, max_verify_tokens=1)
+    options = BuildOptions(max_seq_len=max_seq_len, max_verify_tokens=1, towers="none")
     result = prepare(Checkpoint(checkpoint), options)
     assert list(result.plans) == ["decode", f"prefill{chunk}"]
     # What the rebuild command says gives the same.

@@ -9,7 +9,6 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import pytest
@@ -38,12 +37,6 @@ class FakeLLM:
         self.streams_closed = 0
         self.error: Exception | None = None
         self.method = "ngram" if speculative.method == "ngram" else "dspark"
-        self.engine = SimpleNamespace(
-            tokenizer=SimpleNamespace(encode=lambda text: text.split()),
-            chat_template=SimpleNamespace(
-                encode_chat=lambda messages, _: ["<|m|>"] * len(messages)
-            ),
-        )
         self.opened.append(self)
 
     def __enter__(self) -> Self:
@@ -54,11 +47,15 @@ class FakeLLM:
 
     def chat_stream(self, messages: Sequence[Any], params: SamplingParams) -> Generator[Delta]:
         self.asked.append((list(messages), params))
-        return self._words(messages[-1]["content"])
+        content = messages[-1]["content"]
+        return self._words(content if isinstance(content, str) else content[-1]["text"])
 
-    def stream(self, prompt: str, params: SamplingParams) -> Generator[Delta]:
+    def stream(self, prompt: Any, params: SamplingParams) -> Generator[Delta]:
         self.asked.append((prompt, params))
-        return self._words(prompt)
+        return self._words(prompt if isinstance(prompt, str) else prompt["prompt"])
+
+    def prompt_tokens(self, prompt: Any) -> list[str]:
+        return prompt.split() if isinstance(prompt, str) else ["<|m|>"] * len(prompt)
 
     def _words(self, text: str) -> Generator[Delta]:
         try:
@@ -99,6 +96,16 @@ def test_chat_prompt_with_the_models_parameters() -> None:
     llm = the_llm()
     assert llm.folder == Path("engine")
     assert llm.asked == [([{"role": "user", "content": "one two"}], llm.default_params)]
+
+
+def test_images_and_recordings_go_with_the_first_prompt_only() -> None:
+    media = ("--image", "a.png", "--audio", "b.wav", "--image", "c.png")
+    assert invoke("engine", "-i", *media, stdin="one\ntwo\n").exit_code == 0
+    first, second = (messages for messages, _ in the_llm().asked)
+    parts = [("image", Path("a.png")), ("image", Path("c.png")), ("audio", Path("b.wav"))]
+    parts += [("text", "one")]  # type: ignore[list-item]
+    assert first[-1]["content"] == [{"type": kind, kind: value} for kind, value in parts]
+    assert (second[0], second[-1]["content"]) == (first[0], "two")
 
 
 def test_options_replace_the_models_parameters() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from inkrt.engines.catalog import find_definition
 from inkrt.engines.inkling.config import parse_config
@@ -65,6 +66,49 @@ def test_what_is_absent_is_as_in_transformers() -> None:
     assert not any(ours.is_dense)
     assert ours.unpadded_vocab_size == ours.vocab_size
     assert (ours.mtp, ours.eos_token_ids) == (None, ())
+
+
+def test_inkling_small_is_read_by_the_same_code() -> None:
+    """What public copies of its configuration say; the publisher's spelling."""
+    config = {
+        "model_type": "inkling_mm_model",
+        "text_config": {
+            "vocab_size": 201024,
+            "unpadded_vocab_size": 200058,
+            "hidden_size": 4096,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "swa_num_attention_heads": 32,
+            "swa_num_key_value_heads": 8,
+            "dense_mlp_idx": 2,
+            "dense_intermediate_size": 16384,
+            "intermediate_size": 2048,
+            "logits_mup_width_multiplier": 16.0,
+            "log_scaling_n_floor": 128000,
+            "model_max_length": 1048576,
+            "eos_token_id": 200006,
+        },
+        "audio_config": {"decoder_dmodel": 4096, "n_mel_bins": 80, "mel_vocab_size": 16},
+        "vision_config": {"decoder_dmodel": 4096, "patch_size": 40, "n_layers": 4},
+        "mtp_config": {"num_nextn_predict_layers": 8, "local_layer_ids": [0, 2, 4, 5, 6, 7]},
+    }
+    definition = find_definition(config)
+    small = definition.parse_config(config)
+    assert (small.intermediate_size, small.moe_intermediate_size) == (16384, 2048)
+    assert [i for i, sliding in enumerate(small.is_sliding) if not sliding] == [*range(5, 42, 6)]
+    assert sum(small.is_dense) == 2
+    assert small.mtp.num_depths == 8
+    for tp_size in (1, 2, 4, 8):
+        small.check_sharding(Sharding(tp_size, "width"))
+    vision, audio = definition.towers(config, small)
+    stages = [vision.weight_sources(frozenset())[f"stages.{i}.projection"] for i in range(4)]
+    shapes = [stage.parts[0].shape for stage in stages]
+    assert shapes == [(128, 75), (320, 512), (4800, 5120), (4096, 9600)]
+    assert vision.inputs(3, torch.bfloat16) == {"pixels": ((3, 9600), torch.bfloat16)}
+    assert audio.weight_sources(frozenset())["table"].parts[0].shape == (1280, 4096)
+    assert (vision.placeholder.token_id, audio.placeholder.token_id) == (200054, 200053)
+    assert (vision.placeholder.marker_id, audio.placeholder.marker_id) == (200005, 200020)
 
 
 @pytest.mark.parametrize("name", ["inkling_mm_model", "inkling_model", "inkling_text"])

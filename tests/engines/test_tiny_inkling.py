@@ -1,5 +1,6 @@
 """The tiny Inkling is complete, the same model in both layouts, and lively."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from inkrt.builder.towers import tower_sources
 from inkrt.engines.catalog import find_definition
 from inkrt.engines.inkling.config import InklingConfig, parse_config
 from inkrt.engines.inkling.weights import mtp_sources, weight_sources
@@ -139,6 +141,35 @@ def test_layouts_give_equal_weights(folder: Make, split: str) -> None:
         found.append(values)
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("is_original", [True, False])
+def test_what_transformers_saves_is_the_same_model(
+    folder: Make, load: Load, tmp_path: Path, is_original: bool
+) -> None:
+    """Its own config.json, with names of either spelling, towers included; no MTP heads."""
+    load("publisher", "float32").save_pretrained(tmp_path, save_original_format=is_original)
+    values = []
+    for path in (folder("publisher"), tmp_path):
+        content = json.loads((path / "config.json").read_text())
+        definition = find_definition(content)
+        model, tensors = definition.parse_config(content), read(path)
+        names = frozenset(tensors)
+        sources = definition.weight_sources(model, names, 0, Sharding(1, "experts"))
+        sources |= tower_sources(definition.towers(content, model), names)
+        values.append(
+            {
+                name: torch.cat(
+                    [tensors[x.name][x.index].float() for x in source.parts], source.dim
+                )
+                for name, source in sources.items()
+            }
+        )
+        left = tensors.keys() - {part.name for source in sources.values() for part in source.parts}
+        assert all(name.startswith("model.mtp.") for name in left)
+    assert any(name.startswith("model.llm.") for name in read(tmp_path)) == is_original
+    assert values[0].keys() == values[1].keys()
+    assert all(torch.equal(value, values[1][name]) for name, value in values[0].items())
 
 
 def test_heads_use_all_of_their_tensors(folder: Make) -> None:

@@ -17,6 +17,7 @@ from oracles import ORACLES, to_float64
 from oracles_draft import ORACLES_DRAFT
 from oracles_flint import ORACLES_FLINT
 from oracles_fused import ORACLES_FUSED
+from oracles_media import ORACLES_MEDIA
 from oracles_quantize import ORACLES_QUANTIZE
 from oracles_vision import ORACLES_VISION
 from torch import Tensor
@@ -44,7 +45,13 @@ from inkrt.plugins.tactic import (
 )
 
 ALL_ORACLES = (
-    ORACLES | ORACLES_FUSED | ORACLES_FLINT | ORACLES_DRAFT | ORACLES_QUANTIZE | ORACLES_VISION
+    ORACLES
+    | ORACLES_FUSED
+    | ORACLES_FLINT
+    | ORACLES_DRAFT
+    | ORACLES_QUANTIZE
+    | ORACLES_VISION
+    | ORACLES_MEDIA
 )
 _CACHES = ("k_cache", "v_cache")
 # What may be read before the wait: it does not change within a step.

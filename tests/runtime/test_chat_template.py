@@ -163,10 +163,37 @@ def test_template_variables_cannot_carry_markers(tokenizer: Tokenizer) -> None:
             "messages[1].role is 'robot', "
             "it must be one of system, developer, user, assistant, tool",
         ),
-        ([{"role": "user"}], "messages[0].content is None, it must be a string"),
         (
-            [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
-            "messages[0].content is of type list, it must be a string",
+            [{"role": "user"}],
+            "messages[0].content is None, it must be a string or a list of parts",
+        ),
+        (
+            [{"role": "user", "content": 3}],
+            "messages[0].content is of type int, it must be a string or a list of parts",
+        ),
+        (
+            [{"role": "user", "content": []}],
+            "messages[0].content is an empty list, it must be a string or have a part",
+        ),
+        (
+            [{"role": "user", "content": ["a"]}],
+            "messages[0].content[0] is of type str, its type must be one of text, image, audio",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "video", "video": "a"}]}],
+            "messages[0].content[0] is 'video', its type must be one of text, image, audio",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image", "text": "a"}]}],
+            "messages[0].content[0] has the keys type, text; it must have type and image",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": b"a"}]}],
+            "messages[0].content[0].text is of type bytes, not a string",
+        ),
+        (
+            [{"role": "tool", "content": [{"type": "audio", "audio": "a"}]}],
+            "messages[0].content[0] is of type audio, which only messages of a user can have",
         ),
         (
             [{"role": "assistant", "content": "", "tool_calls": []}],

@@ -86,9 +86,9 @@ def test_forms_of_a_prompt(llm: LLM) -> None:
             '{"prompt_token_ids": [...]}',
         ),
         (
-            [{"prompt": "x"}],
-            "prompts[0]: a prompt object has the keys ['prompt'], it must have "
-            "prompt_token_ids only",
+            [{"text": "x"}],
+            "prompts[0]: a prompt object has the keys ['text'], it must have prompt or "
+            "prompt_token_ids, and may have images and audio",
         ),
         (
             {"prompt_token_ids": "abc"},

@@ -46,12 +46,12 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 def make_engine(
     make_checkpoint: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> MakeEngine:
-    """Engines of these checkpoints; further arguments are build options."""
+    """Engines of these checkpoints, for text; further arguments are build options."""
 
     @cache
-    def make(dtype: str, num_layers: int = 14, **options: int) -> Path:
+    def make(dtype: str, num_layers: int = 14, **options: int | str) -> Path:
         engine = tmp_path_factory.mktemp("engine") / "engine"
-        chosen = BuildOptions(**{"max_seq_len": 250, **options})
+        chosen = BuildOptions(**{"max_seq_len": 250, "towers": "none", **options})  # type: ignore[arg-type]
         build_engine(make_checkpoint(dtype, num_layers), engine, chosen)
         return engine
 
