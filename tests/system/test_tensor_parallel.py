@@ -17,15 +17,24 @@ NUM_DECODED = 40
 PROMPT = [(7 * i + i * i) % 470 for i in range(61)]
 
 
-def _generate(folder) -> tuple[list[int], list[np.ndarray]]:
+def _generate(folder, forced=None) -> tuple[list[int], list[np.ndarray]]:
+    """Greedy tokens and their logits; `forced`: what is fed back in their place."""
     tokens, logits = [], []
     with Engine.open(folder) as engine, engine.session() as session:
         output = session.prefill(PROMPT, Sampling())
-        for _ in range(NUM_DECODED):
+        for place in range(NUM_DECODED):
             tokens.append(int(output.tokens[-1]))
             logits.append(output.logits[-1])
-            output = session.step([tokens[-1]], Sampling())
+            output = session.step([forced[place] if forced else tokens[-1]], Sampling())
     return tokens, logits
+
+
+def _require_same_tokens(tokens_tp, logits_tp, tokens, logits) -> None:
+    """But where two logits are as near as sums in another order can bring them."""
+    for place, (ours, expected) in enumerate(zip(tokens_tp, tokens, strict=True)):
+        error = np.abs(logits_tp[place] - logits[place]).max()
+        margin = logits[place][expected] - logits[place][ours]
+        assert 0 <= margin <= 2 * error, place
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -37,8 +46,11 @@ def single(request, make_engine):
 def test_ranks_agree_with_a_single_rank(single, make_engine, tp_size):
     dtype, (tokens, logits) = single
     folder = make_engine(dtype, max_verify_tokens=1, tp_size=tp_size)
-    tokens_tp, logits_tp = _generate(folder)
-    assert tokens_tp == tokens
+    # In bfloat16 a near tie may go either way, by the processor's order of additions.
+    tokens_tp, logits_tp = _generate(folder, tokens if dtype == "bfloat16" else None)
+    if dtype == "float32":
+        assert tokens_tp == tokens
+    _require_same_tokens(tokens_tp, logits_tp, tokens, logits)
     distances = [compare_logits(a, b) for a, b in zip(logits_tp, logits, strict=True)]
     assert max(distance.relative_error for distance in distances) <= BOUNDS[dtype]
 
