@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from inkrt.errors import BuildError
-from inkrt.plugins.moe.packing import VECTOR_K, Format, num_vectors, packing
+from inkrt.plugins.moe.packing import VECTOR_BYTES, VECTOR_K, Format, num_vectors, packing
 from inkrt.plugins.moe.sizes import (
     MOST_HIDDEN_BYTES,
     MOST_ROUTER_ROWS,
@@ -44,6 +44,8 @@ _FOLDER = Path(__file__).parent
 _FORMATS: dict[Format, int] = {"nvfp4": 0, "bf16": 1, "mxfp8": 2}
 
 MOST_STAGES = 8
+# Bytes of a block that are to be on their way: about twice what the latency of the memory asks for.
+LEAST_IN_FLIGHT = 60_000
 # Of a multiprocessor; a block takes 1024 bytes more than it asks for.
 SM_BYTES = 228 * 1024
 # Registers of a thread.
@@ -190,7 +192,12 @@ def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
         for is_early in (False, True)
         if is_shared and 1 < num_tokens <= MOST_TOKENS_BESIDE
     ]
-    new = [v for v in (*early, *beside) if stages_and_turns(dims, num_tokens, v)[0] > 0]
+    stage = WARPS * STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
+    new = [
+        variant
+        for variant in (*early, *beside)
+        if stages_and_turns(dims, num_tokens, variant)[0] * stage > LEAST_IN_FLIGHT
+    ]
     return [*found, *new]
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "perf/kernels"), str(Path(__file__).parent / "cuda_on_cpu")]
 
 from emulator import COMPILER, Emulator  # noqa: E402
-from moe_checks import MOE, arguments_of, cases, error, run_on, tactics_of  # noqa: E402
+from moe_checks import MOE, arguments_of, cases, error, rows_of, run_on, tactics_of  # noqa: E402
 
 from inkrt.plugins.moe import tactics  # noqa: E402
 
@@ -38,6 +38,24 @@ def test_bits_of_experts_do_not_depend_on_the_order(
         for seed in (1, 2, 3):
             got = run_on(Emulator(folder, seed=seed), tactic, arguments, times=3)
             assert torch.equal(got, expected), (tactic.name, seed)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "way"), [(1, "moe_beside_words_early"), (2, "moe_beside_words_rows_early")]
+)
+def test_early_experts_have_the_bits_of_others(
+    num_rows: int, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In random orders. A block's row tiles are several, with activations of other warps."""
+    monkeypatch.setattr(tactics, "MULTIPROCESSORS", 3)
+    arguments = rows_of(arguments_of(cases()["T8_like_nano"]), 0, num_rows)
+    first, *others = tactics_of(arguments)
+    expected = run_on(Emulator(folder), first, arguments)
+    assert error(expected, MOE.op(**arguments)) < 8e-3
+    (early,) = (tactic for tactic in others if tactic.name == way)
+    for seed in (1, 2):
+        got = run_on(Emulator(folder, seed=seed), early, arguments, times=2)
+        assert torch.equal(got, expected), seed
 
 
 def test_warps_that_ask_for_nearly_32_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
