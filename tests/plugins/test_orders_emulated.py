@@ -58,6 +58,34 @@ def test_early_experts_have_the_bits_of_others(
         assert torch.equal(got, expected), seed
 
 
+@pytest.mark.slow
+def test_sums_of_early_experts_take_places_in_turn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six rounds of two tiles, whose sums have four places."""
+    monkeypatch.setattr(tactics, "MULTIPROCESSORS", 8)
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / float(shape[-1]) ** 0.5
+
+    experts, width, hidden = 8, 1600, 96
+    arguments = arguments_of(cases()["T8_like_nano"]) | {
+        "x": torch.randn(2, width, generator=generator).bfloat16(),
+        "router_weight": normal(experts, width),
+        "router_bias": normal(experts),
+        "gate_up": normal(experts, 2 * hidden, width).bfloat16(),
+        "down": normal(experts, width, hidden).bfloat16(),
+        "top_k": experts,
+    }
+    found = {tactic.name: tactic for tactic in tactics_of(arguments)}
+    expected = run_on(Emulator(folder), found["moe"], arguments)
+    assert error(expected, MOE.op(**arguments)) < 8e-3
+    for seed in (1, 2, 3):
+        way = found["moe_words_rows_early"]
+        assert torch.equal(run_on(Emulator(folder, seed=seed), way, arguments), expected), seed
+
+
 def test_warps_that_ask_for_nearly_32_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """30 are used, and as many requests as there are places in the ring come behind them."""
     monkeypatch.setattr(tactics, "MULTIPROCESSORS", 1)
