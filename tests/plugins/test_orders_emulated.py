@@ -62,28 +62,31 @@ def test_early_experts_have_the_bits_of_others(
 def test_sums_of_early_experts_take_places_in_turn(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six rounds of two tiles, whose sums have four places."""
-    monkeypatch.setattr(tactics, "MULTIPROCESSORS", 8)
+    """More tiles than places, with warps that come late: others must not write to what they need.
+
+    Neither a tile's sums before they are added up, nor activations where z is still read.
+    """
+    monkeypatch.setattr(tactics, "MULTIPROCESSORS", 3)
     generator = torch.Generator().manual_seed(4)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) / float(shape[-1]) ** 0.5
 
-    experts, width, hidden = 8, 1600, 96
+    experts, width, hidden = 4, 2432, 48
+    x = torch.randn(width, generator=generator).bfloat16()
     arguments = arguments_of(cases()["T8_like_nano"]) | {
-        "x": torch.randn(2, width, generator=generator).bfloat16(),
+        "x": torch.stack([x, -x]),  # which have no expert in common
         "router_weight": normal(experts, width),
-        "router_bias": normal(experts),
+        "router_bias": torch.zeros(experts),
         "gate_up": normal(experts, 2 * hidden, width).bfloat16(),
         "down": normal(experts, width, hidden).bfloat16(),
-        "top_k": experts,
+        "top_k": 2,
     }
     found = {tactic.name: tactic for tactic in tactics_of(arguments)}
     expected = run_on(Emulator(folder), found["moe"], arguments)
     assert error(expected, MOE.op(**arguments)) < 8e-3
-    for seed in (1, 2, 3):
-        way = found["moe_words_rows_early"]
-        assert torch.equal(run_on(Emulator(folder, seed=seed), way, arguments), expected), seed
+    early = found["moe_words_rows_early"]
+    assert torch.equal(run_on(Emulator(folder, seed=2, rest=True), early, arguments), expected)
 
 
 def test_warps_that_ask_for_nearly_32_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
