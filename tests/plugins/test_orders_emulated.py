@@ -41,7 +41,11 @@ def test_bits_of_experts_do_not_depend_on_the_order(
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "way"), [(1, "moe_beside_words_early"), (2, "moe_beside_words_rows_early")]
+    ("num_rows", "way"),
+    [
+        pytest.param(1, "moe_beside_words_early", marks=pytest.mark.slow),
+        (2, "moe_beside_words_rows_early"),
+    ],
 )
 def test_early_experts_have_the_bits_of_others(
     num_rows: int, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch
