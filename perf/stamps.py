@@ -45,7 +45,7 @@ from inkrt.builder.compile import compile_cubin
 from inkrt.builder.tactics import find_tactics
 from inkrt.builder.tune import call_args_of
 from inkrt.commands.bench_step import step_input_of
-from inkrt.plugins.tactic import KernelLaunch, Param
+from inkrt.plugins.tactic import KernelLaunch, Param, Scratch
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.engine_file import EngineConfig, StepSpec, read_config
 from inkrt.runtime.executor.cuda_timing import Timer
@@ -57,6 +57,29 @@ REPLAYS, RUNS = 9, 60
 # Coarser ticks of %globaltimer than this (ns) are refined by the clocks of multiprocessors.
 FINE_TICK = 64
 Settings = dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnScratch:
+    """Kernel parameter: scratch of a variant's launch that the engine has no memory for."""
+
+    launch: int
+    scratch: Scratch
+
+
+def params_of(
+    launch: int, source: KernelLaunch, known: dict[Param, Any], wanted: str
+) -> tuple[Any, ...]:
+    """A kernel's parameters: those of the engine's own tactic, or scratch, which becomes known.
+
+    Raises:
+        SystemExit: the engine does not have what the tactic `wanted` needs.
+    """
+    missing = [param for param in source.params if param not in known]
+    if others := [str(param) for param in missing if not isinstance(param, Scratch)]:
+        raise SystemExit(f"{wanted} needs {others}, which the engine's tactic does not have")
+    known |= {param: OwnScratch(launch, param) for param in missing if isinstance(param, Scratch)}
+    return tuple(known[param] for param in source.params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +96,10 @@ def kernels_of(plan: Plan, target: str, settings: Settings) -> list[Named]:
     """All kernels of a step in order, of a variant's tactics.
 
     Raises:
-        SystemExit: there is no such tactic, or it needs memory that the engine's own does not have.
+        SystemExit: there is no such tactic, or it needs what the engine's own does not have.
     """
     found = []
-    for launch in plan.launches:
+    for number, launch in enumerate(plan.launches):
         tactics = {
             tactic.name: tactic
             for tactic in find_tactics(launch.op, target, call_args_of(plan, launch))
@@ -85,17 +108,15 @@ def kernels_of(plan: Plan, target: str, settings: Settings) -> list[Named]:
         if wanted not in tactics:
             raise SystemExit(f"no tactic {wanted} of {launch.op}; there are {', '.join(tactics)}")
         own = tactics[launch.tactic].kernels
-        params: dict[Param, KernelParam] = {}
+        params: dict[Param, KernelParam | OwnScratch] = {}
         for kernel, source in zip(launch.kernels, own, strict=True):
             params |= zip(source.params, kernel.params, strict=True)
         for source in tactics[wanted].kernels:
-            if missing := [str(param) for param in source.params if param not in params]:
-                raise SystemExit(f"{wanted} needs {missing}, which {launch.tactic} does not have")
             kernel = Kernel(
                 cubin="", entry=source.entry, grid=source.grid, block=source.block,
                 cluster=source.cluster, smem_bytes=source.smem_bytes, pdl=source.pdl,
                 cooperative=source.cooperative,
-                params=tuple(params[param] for param in source.params),
+                params=params_of(number, source, params, wanted),
             )  # fmt: skip
             found.append(changed(Named(launch.op, launch.module, kernel, source), settings))
     return found
@@ -140,6 +161,7 @@ class Stamper:
         self.input = step_input_of(engine.config, step, context)
         self._target = engine.config.target
         self._codes: dict[Any, Any] = {}
+        self._scratch: dict[OwnScratch, int] = {}
 
     def kernels(self, settings: Settings) -> list[Named]:
         """Those of a variant."""
@@ -178,12 +200,21 @@ class Stamper:
             name = f"stamps {id(code)}"
             self.rank.modules[name] = code
             kernel = msgspec.structs.replace(named.kernel, cubin=name)
-            params = [self.rank.param(self.plan, param) for param in kernel.params]
+            params = [self._param(param) for param in kernel.params]
             params += [addresses[number]] if addresses is not None else []
             self.rank.add_kernel(builder, kernel, params, pdl=kernel.pdl)
         graph = builder.end_building().complete()
         graph.upload(self.rank.stream)
         return graph
+
+    def _param(self, param: KernelParam | OwnScratch) -> Any:
+        if not isinstance(param, OwnScratch):
+            return self.rank.param(self.plan, param)
+        if param not in self._scratch:  # which lives as long as this process
+            size, fill = param.scratch.num_bytes, param.scratch.fill
+            self._scratch[param] = address = int(self.check(self.driver.cuMemAlloc(size)))
+            self.check(self.driver.cuMemsetD8(address, 0xFF if fill is None else fill, size))
+        return self._scratch[param]
 
     def time(self, graph: Any) -> tuple[float, str]:
         """Median time of a step, and a hash of its results from a known state on."""

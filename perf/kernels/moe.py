@@ -13,7 +13,8 @@ kernels of the same code with TRACE write in the last launch of a chain. They ta
 "scores here" is when they are only where the experts' launch is its own router, which has no times
 of its own then (0). "routed" is where the first weights' addresses are known, "requested" where all
 copies of the first warp's first stages have been taken, which they are when others make room.
-`--most-stages` caps the stages that a warp has on their way.
+In early tactics nobody meets: "met" is where the first warp's tiles are done, "hidden here"
+where its first activations are. `--most-stages` caps the stages that a warp has on their way.
 """
 
 import argparse

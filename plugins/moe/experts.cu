@@ -15,10 +15,18 @@
 // OWN_SCORES: the launch is its own router (own_scores.cuh). By words only.
 // SHARE_ROWS: row tiles that do not go round all blocks are shared by all, unit by unit, and a
 // block each adds up what the others hand to it, by words too. Several tokens only.
+// EARLY: no warp waits for activations but those of the expert that it multiplies next (early.cuh).
+// By words only.
 // PUSHES: values go to all ranks at once, see push.cuh; `out` is a table of peers.
 // TRACE: that many clocks of every block, taken by its first thread.
+#ifndef EARLY
+#define EARLY 0
+#endif
 #include "rows.cuh"
 #include "work.cuh"
+#if EARLY
+#include "early.cuh"
+#endif
 #if OWN_SCORES
 #include "own_scores.cuh"
 #endif
@@ -41,6 +49,7 @@
 
 static_assert(!BY_WORDS || HIDDEN_SHARED, "they go to shared memory");
 static_assert(!PUSHES || (TRIGGER == 1 && IS_PARTIAL && !IS_CHUNK), "see push.cuh");
+static_assert(!EARLY || (BY_WORDS && !IS_CHUNK), "rows come word by word");
 static_assert(!OWN_SCORES || (BY_WORDS && !IS_CHUNK), "scores are words of all tokens");
 
 // Rows are padded, so that they start in different banks.
@@ -48,23 +57,31 @@ constexpr int Z_STRIDE = HIDDEN + 8, HIDDEN_STRIDE = DOWN_VECTORS * VECTOR_K + 8
 using Partial = float[TOKEN_COLUMNS * TOP_K * PARTS * 16];  // [token][slot][part][row]
 struct Shared {
   alignas(128) u8 stages[WARPS][STAGES * STAGE_BYTES];
+#if EARLY && ONE_TOKEN
+  alignas(16) bf16 hidden[TOKENS * TOP_K * HIDDEN_STRIDE];
+  alignas(16) Partial partial[MOST_ROW_TILES];
+#endif
   union {
     alignas(16) bf16 z[TOKENS * Z_STRIDE];
-#if HIDDEN_SHARED
+#if EARLY && ONE_TOKEN
+#elif HIDDEN_SHARED
     alignas(16) bf16 hidden[TOKENS * TOP_K * HIDDEN_STRIDE];
 #else
     alignas(16) Partial partial[MOST_ROW_TILES];
 #endif
   };
   union {
-    alignas(16) float sums[SUM_BUFFERS][TURNS][WARPS][TILE_SUMS];
+    alignas(16) float sums[SUM_BUFFERS][TURNS][WARPS][SLICE_SUMS];
     Candidates candidates;  // before there are sums
-#if HIDDEN_SHARED
+#if HIDDEN_SHARED && !(EARLY && ONE_TOKEN)
     alignas(16) Partial partial[MOST_ROW_TILES];
 #endif
   };
   Route route;
   u64 first[WARPS][STAGES];  // barriers of the stages, or of the first ones
+#if EARLY
+  Early early;
+#endif
 #if OWN_SCORES
   OwnScores scores;
 #endif
@@ -73,7 +90,7 @@ struct Shared {
 #endif
 };
 
-static_assert(sizeof(Candidates) <= sizeof(float) * WARPS * TILE_SUMS, "no more than sums");
+static_assert(sizeof(Candidates) <= sizeof Shared::sums, "no more than sums");
 
 // a = cap(g; 4) sigmoid(g) cap(u; 25) of rounded g and u, with the model's caps.
 INK_DEVICE bf16 activation(float gate, float up) {
@@ -126,6 +143,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   const PerExpert own_bias = load_bias(bias);
   Candidates& candidates = sm.candidates;
   clear_route(candidates, sm.route);
+#if EARLY
+  sm.early.begin();
+#endif
   const Route& choice = sm.route;
   Work work(gate_up, down, choice, b, warp);
   Piece my_piece = {down, 0, 0, 0};  // of stage `lane`
@@ -273,6 +293,25 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         activate(t, g, column + e, e ? even[1] + odd[1] : even[0] + odd[0],
                  e ? even[3] + odd[3] : even[2] + odd[2]);
   }
+#if EARLY
+  int tile_number = 0;  // of the warp's shared ones
+#pragma unroll 1
+  for (int t = own + my_tile; my_vectors && t < end; t += TILES_AT_ONCE, tile_number++) {
+    float(&sums)[WARPS][SLICE_SUMS] = (&sm.sums[0][0])[tile_number % SUM_PLACES];
+    Tile tile = zero_tile();
+    multiply_slice(tile, my_slice, my_vectors);
+    sm.early.wait_for_place(tile_number, my_tile, error);
+    store_slice(sums[warp], tile, lane);
+    if (!sm.early.is_last(tile_number, my_tile)) continue;
+    add_slices(sums[my_tile * SLICES], [&](int row, int token, float gate, float up) {
+      activate(t, row, token, gate, up);
+    });
+    sm.early.give_place(tile_number, my_tile);
+  }
+  sm.early.leave_tiles();
+  MARK(6);
+  MARK(7);
+#else
   // Sums go to shared memory, and behind a barrier some warps, others in every round, add them up
   // while the next round's go to the other half of `sums`.
   int round = 0;
@@ -284,10 +323,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
       if (my_vectors == 0 || base + turn * TILES_AT_ONCE + my_tile >= end) break;
       Tile tile = zero_tile();
       multiply_slice(tile, my_slice, my_vectors);
-      store_tile(sums + (turn * WARPS + warp) * TILE_SUMS, tile, lane);
+      store_slice(sums + (turn * WARPS + warp) * SLICE_SUMS, tile, lane);
     }
     __syncthreads();
-    constexpr int ELEMENTS = 8 * TOKEN_COLUMNS;  // of a tile
+    constexpr int ELEMENTS = 8 * SUM_COLUMNS;  // of a tile
     const int count = min(ROUND_TILES, end - base) * ELEMENTS;
     // The round's first warp comes after the last one of the round before.
     const int from = round * ((ROUND_TILES * ELEMENTS + 31) / 32) % WARPS;
@@ -296,9 +335,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     for (int i = place; i < count; i += THREADS) {
       const int tile = i / ELEMENTS, element = i % ELEMENTS;
       const int slot = tile / TILES_AT_ONCE * WARPS + tile % TILES_AT_ONCE * SLICES;
-      const float* const p = sums + slot * TILE_SUMS + element;
-      activate(base + tile, element / TOKEN_COLUMNS, element % TOKEN_COLUMNS,
-               strided_sum<SLICES>(p, TILE_SUMS), strided_sum<SLICES>(p + ELEMENTS, TILE_SUMS));
+      const float* const p = sums + slot * SLICE_SUMS + element;
+      activate(base + tile, element / SUM_COLUMNS, element % SUM_COLUMNS,
+               strided_sum<SLICES>(p, SLICE_SUMS), strided_sum<SLICES>(p + ELEMENTS, SLICE_SUMS));
     }
   }
   MARK(6);
@@ -340,6 +379,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   }
 #endif
   MARK(8);
+#endif  // EARLY
   const int row_tiles = work.row_tiles;
 #pragma unroll 1
   for (int unit = warp; unit < work.num_units; unit += WARPS) {
@@ -350,6 +390,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     const bool has_row = slot != NO_SLOT;
     const int row = has_row ? (ONE_TOKEN ? 0 : g * TOP_K) + slot : 0;
     const int k0 = part * PART * VECTOR_K + (lane & 3) * 16;
+#if EARLY
+    if (r == 0)
+      sm.early.receive(of_tile, u, part, choice, hidden, sm.hidden, HIDDEN_STRIDE, error);
+    else
+      sm.early.wait(of_tile, error);
+    if (unit == 0) MARK(8);
+#endif
 #if HIDDEN_SHARED
     const bf16* const y = sm.hidden + row * HIDDEN_STRIDE + k0;
 #else

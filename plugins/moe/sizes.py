@@ -56,16 +56,20 @@ def own_router_rows(dims: MoeDims) -> int:
     return min(WARPS * 32 // router_threads(dims.hidden), MOST_ROUTER_ROWS)
 
 
-def router_shares(num_tokens: int) -> tuple[int, int]:
-    """Sets of threads of router.cu that share K, and tokens of each, a power of two."""
-    if num_tokens == 1:
-        return 1, 1
-    return 2, 1 << (-(-min(num_tokens, MAX_TOKENS) // 2) - 1).bit_length()
+def router_shares(num_tokens: int, *, beside: bool = False) -> tuple[int, int]:
+    """Sets of threads of router.cu that share K, and tokens of each, a power of two.
+
+    Args:
+        num_tokens: T.
+        beside: a block of the experts fits beside the router's.
+    """
+    shares = 1 if beside or num_tokens == 1 else 2
+    return shares, 1 << (-(-min(num_tokens, MAX_TOKENS) // shares) - 1).bit_length()
 
 
-def router_bytes(dims: MoeDims, rows: int, num_tokens: int) -> int:
-    """`Shared` of router.cu, of `rows` experts a block."""
-    shares, share = router_shares(num_tokens)
+def router_bytes(dims: MoeDims, rows: int, num_tokens: int, *, beside: bool = False) -> int:
+    """`Shared` of router.cu, of `rows` experts a block; see `router_shares`."""
+    shares, share = router_shares(num_tokens, beside=beside)
     sums = rows * shares * share
     return struct_bytes(
         (rows * dims.hidden * 4, 128), (router_threads(dims.hidden) // 32 * sums * 4, 4), (8, 8)
@@ -83,12 +87,14 @@ def most_block_tiles(dims: MoeDims, rows: int, blocks: int) -> int:
 
 
 def experts_bytes(
-    dims: MoeDims, rows: int, stages: int, blocks: int, turns: int, *, own_scores: bool = False
-) -> int:
+    dims: MoeDims, rows: int, stages: int, blocks: int, turns: int, *,
+    own_scores: bool = False, early: bool = False, narrow: bool = False,
+) -> int:  # fmt: skip
     """`Shared` of experts.cu."""
     columns = 1 if rows == 1 else MAX_TOKENS
+    sum_columns = -(-rows // 2) * 2 if narrow and rows > 1 else columns
     most_tiles = most_block_tiles(dims, rows, blocks)
-    slots = MAX_TOKENS * dims.top_k
+    slots = (rows if narrow else MAX_TOKENS) * dims.top_k
     words = -(-dims.own_experts // 32)
     parts = -(-num_vectors(dims.width) // PART_VECTORS)
     row_tiles = -(-(dims.hidden // 16) // blocks)
@@ -96,20 +102,26 @@ def experts_bytes(
     in_shared = hidden_bytes(dims, rows)
     is_shared = in_shared <= MOST_HIDDEN_BYTES
     z = rows * (dims.hidden + 8) * 2
-    at_once = turns * (WARPS // -(-num_vectors(dims.hidden) // SLICE_VECTORS))
-    buffers = 1 if rows == 1 and most_tiles <= at_once else 2
-    sums = buffers * turns * WARPS * 64 * columns
+    at_once = WARPS // -(-num_vectors(dims.hidden) // SLICE_VECTORS)
+    buffers = 1 if rows == 1 and most_tiles <= turns * at_once else 2
+    sums = buffers * turns * WARPS * 64 * sum_columns
     route = struct_bytes(
         (3 * slots * 4, 4), (words * 4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
         (MAX_TOKENS, 1),
     )  # fmt: skip
     scores = rows * own_router_rows(dims) * router_threads(dims.hidden) // 32 * 4
     stage = STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
+    # One token's activations and partial sums take over no memory when they come early.
+    apart = ((in_shared, 16), (partial, 16)) if early and rows == 1 else ()
+    operands = min(rows * dims.top_k, dims.own_experts) * parts
+    places = buffers * turns * at_once
     return struct_bytes(
         (WARPS * stages * stage, 128),
-        (max(z, in_shared if is_shared else partial), 16),
-        (max(sums, partial if is_shared else 0), 16),
+        *apart,
+        (max(z, 0 if apart else in_shared if is_shared else partial), 16),
+        (max(sums, partial if is_shared and not apart else 0), 16),
         (route, 4),
         (WARPS * stages * 8, 8),
+        (struct_bytes(((operands + places + 1) * 8, 8), (places * 4, 4)) if early else 0, 8),
         (struct_bytes((scores, 4), (8, 8)) if own_scores else 0, 8),
     )

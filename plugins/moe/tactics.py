@@ -1,13 +1,13 @@
 """How `moe` runs on a GPU: router.cu, then experts.cu for every eight tokens, or that alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
 import torch
 
 from inkrt.errors import BuildError
-from inkrt.plugins.moe.packing import VECTOR_K, Format, num_vectors, packing
+from inkrt.plugins.moe.packing import VECTOR_BYTES, VECTOR_K, Format, num_vectors, packing
 from inkrt.plugins.moe.sizes import (
     MOST_HIDDEN_BYTES,
     MOST_ROUTER_ROWS,
@@ -44,6 +44,8 @@ _FOLDER = Path(__file__).parent
 _FORMATS: dict[Format, int] = {"nvfp4": 0, "bf16": 1, "mxfp8": 2}
 
 MOST_STAGES = 8
+# Bytes of a block that are to be on their way: about twice what the latency of the memory asks for.
+LEAST_IN_FLIGHT = 60_000
 # Of a multiprocessor; a block takes 1024 bytes more than it asks for.
 SM_BYTES = 228 * 1024
 # Registers of a thread.
@@ -53,6 +55,8 @@ ROUTER_REGISTERS_OF_SEVERAL = 80
 # router, 768 x 64 + 128 x 120 of an `allreduce_conv_mix`, which takes some KB.
 ROUTER_REGISTERS, REGISTERS_BESIDE, REGISTERS = 40, 72, 80
 REGISTERS_BESIDE_MIX, MIX_BYTES = 64, 16 * 1024
+# Of several tokens: 192 x 80 + 768 x 64.
+MOST_TOKENS_BESIDE, REGISTERS_OF_SEVERAL_BESIDE = 4, 64
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
@@ -96,7 +100,8 @@ class Variant:
 
     Attributes:
         is_beside: a block leaves room for the router's, or, if it is its own, for one of what comes
-            before and next; else it has more weights on their way. Of one token only.
+            before and next; else it has more weights on their way. Of up to four tokens; of several
+            by words, and with a router of its own.
         by_words: blocks wait for each other's activations themselves, not at a counter. Only where
             activations stand in shared memory.
         by_bulk: all weights come by bulk copies, not the first stages only.
@@ -104,6 +109,8 @@ class Variant:
             by words, where one warp has an expert's whole K.
         own_scores: the launch of the experts is its own router, so there is one launch. Of up to
             eight tokens by words.
+        early: a warp waits for the activations of the expert that it multiplies next, not for all.
+            Of up to eight tokens by words.
     """
 
     is_beside: bool
@@ -111,13 +118,18 @@ class Variant:
     by_bulk: bool
     share_rows: bool = False
     own_scores: bool = False
+    early: bool = False
+
+    def is_narrow(self, num_tokens: int) -> bool:
+        """Whether route and sums have room for no more than `num_tokens` tokens."""
+        return self.early or (self.is_beside and num_tokens > 1)
 
     @property
     def name(self) -> str:
         """Of the tactic."""
         parts = {
             "one": self.own_scores, "beside": self.is_beside, "words": self.by_words,
-            "bulk": self.by_bulk, "rows": self.share_rows,
+            "bulk": self.by_bulk, "rows": self.share_rows, "early": self.early,
         }  # fmt: skip
         return "_".join(["moe", *(part for part, is_so in parts.items() if is_so)])
 
@@ -144,7 +156,7 @@ def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
         for by_bulk in (False, True)
         if can_share
     ]
-    return [
+    found = [
         *shared,
         *(
             Variant(is_beside=is_beside, by_words=by_words, by_bulk=by_bulk)
@@ -165,11 +177,69 @@ def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
             if can_score
         ),
     ]
+    # What is not measured comes last: of one token beside others, of several with shared rows.
+    early = [
+        replace(variant, early=True)
+        for variant in found
+        if variant.by_words
+        and num_tokens <= MAX_TOKENS
+        and variant.is_beside == (num_tokens == 1)
+        and variant.share_rows == (can_share and num_tokens > 1)
+    ]
+    # Nor are these. With bulk copies, early ones would spill.
+    beside = [
+        Variant(is_beside=True, by_words=True, by_bulk=False, share_rows=can_share, early=is_early)
+        for is_early in (False, True)
+        if is_shared and 1 < num_tokens <= MOST_TOKENS_BESIDE
+    ]
+    stage = WARPS * STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
+    new = [
+        variant
+        for variant in (*early, *beside)
+        if stages_and_turns(dims, num_tokens, variant)[0] * stage > LEAST_IN_FLIGHT
+    ]
+    return [*found, *new]
 
 
 def num_blocks(dims: MoeDims) -> int:
     """Blocks of experts.cu."""
     return min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
+
+
+def rows_of_router(dims: MoeDims) -> int:
+    """Experts of a block of router.cu."""
+    return min(-(-dims.experts // MULTIPROCESSORS), MOST_ROUTER_ROWS)
+
+
+def shared_bytes(dims: MoeDims, num_tokens: int, variant: Variant, stages: int, turns: int) -> int:
+    """Shared memory of a block of experts.cu."""
+    return experts_bytes(
+        dims, min(num_tokens, MAX_TOKENS), stages, num_blocks(dims), turns,
+        own_scores=variant.own_scores, early=variant.early, narrow=variant.is_narrow(num_tokens),
+    )  # fmt: skip
+
+
+def stages_and_turns(dims: MoeDims, num_tokens: int, variant: Variant) -> tuple[int, int]:
+    """Stages of a warp, 0 if none fit, and tiles that are shared between two barriers."""
+    room = MAX_SMEM
+    if variant.is_beside:
+        router = router_bytes(dims, rows_of_router(dims), num_tokens, beside=True)
+        room = SM_BYTES - 2048 - (MIX_BYTES if variant.own_scores else router)
+
+    def most_stages(turns: int) -> int:
+        fitting = (
+            n
+            for n in range(2, MOST_STAGES + 1)
+            if shared_bytes(dims, num_tokens, variant, n, turns) <= room
+        )
+        return max(fitting, default=0)
+
+    # As many tiles as cost no stage, of one token all that it can.
+    if num_tokens == 1:
+        turns = min(8, most_block_tiles(dims, 1, num_blocks(dims)))
+    else:
+        turns = 1 if most_stages(2) < most_stages(1) else 2
+    return most_stages(turns), turns
 
 
 def moe(
@@ -199,10 +269,9 @@ def moe(
     rows = min(num_tokens, MAX_TOKENS)
     one_token = int(num_tokens == 1)
     scores = Scratch("scores", num_tokens * dims.experts * 4)
-    router_rows = min(-(-dims.experts // MULTIPROCESSORS), MOST_ROUTER_ROWS)
+    router_rows = rows_of_router(dims)
     router_blocks = -(-dims.experts // router_rows)
-    router_smem = router_bytes(dims, router_rows, num_tokens)
-    shares, share = router_shares(num_tokens)
+    shares, share = router_shares(num_tokens, beside=variant.is_beside)
     router = KernelLaunch(
         source=_FOLDER / "router.cu",
         entry="moe_router",
@@ -218,35 +287,19 @@ def moe(
             Pointer("x"), Pointer("router_weight"), scores, Scratch("error", 4, fill=0),
             Int32(num_tokens),
         ),
-        smem_bytes=router_smem,
+        smem_bytes=router_bytes(dims, router_rows, num_tokens, beside=variant.is_beside),
     )  # fmt: skip
     blocks = num_blocks(dims)
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
     own = variant.own_scores
-    room = MAX_SMEM
-    if variant.is_beside:
-        room = SM_BYTES - 2048 - (MIX_BYTES if own else router_smem)
-
-    def most_stages(turns: int) -> int:
-        return max(
-            (
-                n
-                for n in range(2, MOST_STAGES + 1)
-                if experts_bytes(dims, rows, n, blocks, turns, own_scores=own) <= room
-            ),
-            default=0,
-        )
-
-    # Tiles that are shared between two barriers: what costs no stage, of one token all that it can.
-    turns = min(8, most_block_tiles(dims, 1, blocks)) if num_tokens == 1 else 2
-    if num_tokens > 1 and most_stages(turns) < most_stages(1):
-        turns = 1
-    stages = most_stages(turns)
+    stages, turns = stages_and_turns(dims, num_tokens, variant)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
     is_nvfp4 = dims.kind == "nvfp4"
     registers = REGISTERS
     if variant.is_beside:
         registers = REGISTERS_BESIDE_MIX if own else REGISTERS_BESIDE
+        if num_tokens > 1:
+            registers = REGISTERS_OF_SEVERAL_BESIDE
     meeting: tuple[Scratch, ...] = (
         Scratch("hidden", rows * dims.top_k * dims.width * 2),
         Scratch("arrivals", 8, fill=0),
@@ -290,7 +343,8 @@ def moe(
         ("GATE_CAP", f"{gate_cap}f"), ("UP_CAP", f"{up_cap}f"), ("TRIGGER", 1),
         ("REGISTERS", registers), ("BY_WORDS", int(variant.by_words)),
         ("BY_BULK", int(variant.by_bulk)), ("SHARE_ROWS", int(variant.share_rows)),
-        ("OWN_SCORES", int(own)),
+        ("OWN_SCORES", int(own)), ("EARLY", int(variant.early)),
+        ("NARROW", int(variant.is_narrow(num_tokens))),
         ("ROUTER_ROWS", own_router_rows(dims)), ("ROUTER_THREADS", router_threads(dims.hidden)),
     )  # fmt: skip
     experts = [
@@ -301,7 +355,7 @@ def moe(
             grid=(blocks, 1, 1),
             block=(WARPS * 32, 1, 1),
             params=(*common, Int32(first)),
-            smem_bytes=experts_bytes(dims, rows, stages, blocks, turns, own_scores=own),
+            smem_bytes=shared_bytes(dims, num_tokens, variant, stages, turns),
         )
         for first in range(0, num_tokens, MAX_TOKENS)
     ]

@@ -5,7 +5,11 @@
 #define INK_MOE_TOP_K_CUH
 #include "weights.cuh"
 
-constexpr int SLOTS = MAX_TOKENS * TOP_K;
+// NARROW: places for no more tokens than there can be, so that another block fits beside this one.
+#ifndef NARROW
+#define NARROW 0
+#endif
+constexpr int ROUTED = NARROW ? TOKENS : MAX_TOKENS, SLOTS = ROUTED * TOP_K;
 constexpr int WORDS = (OWN_EXPERTS + 31) / 32;
 // CHOICE_WARPS share the choice of a token's experts, LANE_EXPERTS in a row a lane.
 constexpr int LANE_EXPERTS = EXPERTS > 384 ? 8 : 4;
@@ -24,12 +28,12 @@ constexpr bool IS_KNOWN = ONE_TOKEN && !HAS_RANK;
 // first expert. Distinct experts are in rising order, too, or, if their number is known, in that of
 // their ranks, which are there first.
 struct Route {
-  float weight[MAX_TOKENS][TOP_K];  // of each slot
+  float weight[ROUTED][TOP_K];  // of each slot
   float gate_unit[SLOTS], down_unit[SLOTS];  // of each distinct expert: what a sum is multiplied by
   u32 bits[WORDS];
   u16 expert[SLOTS];      // own numbers of the distinct experts
   u8 slot[SLOTS][MAX_TOKENS];  // of a distinct expert for a token, or NO_SLOT
-  u8 index[MAX_TOKENS][TOP_K];  // distinct expert of a slot
+  u8 index[ROUTED][TOP_K];  // distinct expert of a slot
   u8 num_slots[MAX_TOKENS];
 };
 

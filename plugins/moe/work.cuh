@@ -46,6 +46,18 @@ constexpr int ROUND_TILES = TURNS * TILES_AT_ONCE;
 // One token's sums of a round that is the only one need no second place.
 constexpr int SUM_BUFFERS = ONE_TOKEN && MOST_TILES <= ROUND_TILES ? 1 : 2;
 
+// A slice's sums, [row 16][token], of tokens in pairs where they are narrow.
+constexpr int SUM_COLUMNS = ONE_TOKEN || !NARROW ? TOKEN_COLUMNS : (TOKENS + 1) / 2 * 2;
+constexpr int SLICE_SUMS = 16 * SUM_COLUMNS;
+INK_DEVICE void store_slice(float* p, const Tile& t, int lane) {
+  if (SUM_COLUMNS == TOKEN_COLUMNS) return store_tile(p, t, lane);
+  const int token = (lane & 3) * 2;
+  float* const to = p + (lane >> 2) * SUM_COLUMNS + token;
+  if (token >= SUM_COLUMNS) return;
+  *(float2*)to = make_float2(t.c[0][0] + t.c[1][0], t.c[0][1] + t.c[1][1]);
+  *(float2*)(to + 8 * SUM_COLUMNS) = make_float2(t.c[0][2] + t.c[1][2], t.c[0][3] + t.c[1][3]);
+}
+
 // Stages of a slice and of a unit; the last ones are shorter, or empty, where K is.
 constexpr int SLICE_STAGES = SLICE / STAGE_VECTORS, TILE_STAGES = SLICES * SLICE_STAGES;
 constexpr int MOST_PART = DOWN_VECTORS < PART ? DOWN_VECTORS : PART;

@@ -14,7 +14,8 @@ import stamped_source  # noqa: E402
 import stamps  # noqa: E402
 
 from inkrt.builder.tactics import find_tactics  # noqa: E402
-from inkrt.plugins.tactic import TensorArg  # noqa: E402
+from inkrt.plugins.tactic import KernelLaunch, Pointer, Scratch, TensorArg  # noqa: E402
+from inkrt.runtime.plan import TensorParam  # noqa: E402
 
 ENTRY = 'extern "C" __global__ void'
 
@@ -82,6 +83,22 @@ def test_a_kernel_that_includes_another_compiles() -> None:
     kernel = next(kernel for kernel in call.tactic.kernels if kernel.entry == "next_row")
     params = len(kernel.params)
     assert stamped_source.compile_stamped(kernel.source, kernel.entry, kernel.defines, params)
+
+
+def test_a_variant_has_scratch_of_its_own() -> None:
+    """For each launch, shared by its kernels; other things are the engine's, or there are none."""
+    own, new = Scratch("error", 4, 0), Scratch("exchange", 64, 0xFF)
+    source = KernelLaunch(
+        source=ROOT / "a.cu", entry="a", defines=(), grid=(1, 1, 1), block=(1, 1, 1),
+        params=(Pointer("x"), new, own), smem_bytes=0,
+    )  # fmt: skip
+    known = {Pointer("x"): TensorParam(3), own: TensorParam(4)}
+    params = stamps.params_of(7, source, known, "words")
+    assert params == (TensorParam(3), stamps.OwnScratch(7, new), TensorParam(4))
+    assert stamps.params_of(7, source, known, "words") == params
+    lacking = {own: TensorParam(4)}
+    with pytest.raises(SystemExit, match=r"words needs .*'x'.* the engine's"):
+        stamps.params_of(7, source, lacking, "words")
 
 
 @pytest.mark.parametrize("tick", [32, 1024])

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC through cuda.bindings is not installed")
 
-from cubin import resources
+from cubin import count_of, resources
 
 from inkrt.builder.compile import compile_cubin
 from inkrt.errors import BuildError
@@ -17,7 +17,9 @@ from inkrt.plugins.moe.tactics import (
     MIX_BYTES,
     REGISTERS_BESIDE,
     REGISTERS_BESIDE_MIX,
+    REGISTERS_OF_SEVERAL_BESIDE,
     ROUTER_REGISTERS,
+    ROUTER_REGISTERS_OF_SEVERAL,
     SM_BYTES,
     moe,
     variants,
@@ -123,16 +125,76 @@ def test_one_tokens_blocks_fit_beside_each_other(dims: MoeDims, kind: Format) ->
     assert registers <= 65536
 
 
+def beside_the_router(dims: MoeDims, num_tokens: int) -> list[Tactic]:
+    return [tactic for tactic in all_tactics(dims, num_tokens) if "moe_beside" in tactic.name]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 4])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dims", [SLICE, WHOLE, NARROW, replace(SLICE, width=1152)])
+def test_some_tokens_blocks_fit_beside_each_other(
+    dims: MoeDims, kind: Format, num_tokens: int
+) -> None:
+    for found in beside_the_router(replace(dims, kind=kind), num_tokens):
+        router, experts = found.kernels
+        assert router.block[0] == 192
+        assert router.smem_bytes + experts.smem_bytes + 2048 <= SM_BYTES == 233_472
+        registers = router.block[0] * ROUTER_REGISTERS_OF_SEVERAL
+        assert registers + experts.block[0] * REGISTERS_OF_SEVERAL_BESIDE <= 65536
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 4])
+def test_experts_beside_the_router_have_three_stages(num_tokens: int) -> None:
+    early, late = beside_the_router(SLICE, num_tokens)[::-1]
+    assert (late.name, early.name) == ("moe_beside_words_rows", "moe_beside_words_rows_early")
+    for found in (late, early):
+        assert dict(found.kernels[1].defines)["STAGES"] == 3
+    assert beside_the_router(SLICE, 5) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
+def test_compiled_blocks_fit_beside_each_other(kind: Format, num_tokens: int) -> None:
+    """As the GPU counts: eight registers at a time, and a KB more of shared memory for a block."""
+    for tactic in beside_the_router(replace(SLICE, kind=kind), num_tokens):
+        registers = smem = 0
+        for kernel in tactic.kernels:
+            found = resources(compile_cubin(kernel.source, kernel.defines, "sm_90a"))
+            assert found["stack"] == 0
+            registers += -(-found["registers"] // 8) * 8 * kernel.block[0]
+            smem += kernel.smem_bytes + 1024
+        assert registers <= 65536
+        assert smem <= SM_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [1, 8])
+def test_early_experts_meet_less_often(num_tokens: int) -> None:
+    """Of the block's barriers in machine code, those that stand around both products are gone."""
+    barriers = {}
+    for tactic in all_tactics(SLICE, num_tokens):
+        kernel = tactic.kernels[-1]
+        barriers[tactic.name] = count_of(
+            compile_cubin(kernel.source, kernel.defines, "sm_90a"), 0xB1D
+        )
+    pairs = [(name, name.removesuffix("_early")) for name in barriers if name.endswith("_early")]
+    assert len(pairs) == 3
+    for early, late in pairs:  # of a round of tiles, of z, of activations
+        assert barriers[early] == barriers[late] - 3
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("dims", [SLICE, WHOLE, NARROW, replace(SLICE, width=1152)])
 def test_its_own_router_leaves_room_for_the_next_kernel(dims: MoeDims, kind: Format) -> None:
     found = [t for t in all_tactics(replace(dims, kind=kind), 1) if "one_beside" in t.name]
-    ((experts,),) = (tactic.kernels for tactic in found)
+    assert found
     mix_threads, mix_registers = 128, 120
-    assert experts.smem_bytes + 1024 + MIX_BYTES <= SM_BYTES
-    registers = experts.block[0] * REGISTERS_BESIDE_MIX + mix_threads * mix_registers
-    assert registers <= 65536
-    assert dict(experts.defines)["REGISTERS"] == REGISTERS_BESIDE_MIX
+    for (experts,) in (tactic.kernels for tactic in found):
+        assert experts.smem_bytes + 1024 + MIX_BYTES <= SM_BYTES
+        registers = experts.block[0] * REGISTERS_BESIDE_MIX + mix_threads * mix_registers
+        assert registers <= 65536
+        assert dict(experts.defines)["REGISTERS"] == REGISTERS_BESIDE_MIX
 
 
 def in_flight(kernel: KernelLaunch) -> int:
@@ -147,6 +209,11 @@ def test_the_first_tactic_is_the_one_with_which_steps_took_least() -> None:
     names = [tactic.name for tactic in all_tactics(SLICE, 1)]
     assert len(set(names)) == len(names)
     assert "moe_one_words_bulk" in names
+    # What no GPU has run comes last.
+    assert names[-3:] == [
+        "moe_beside_words_early", "moe_beside_words_bulk_early", "moe_one_beside_words_bulk_early",
+    ]  # fmt: skip
+    assert [tactic.name for tactic in all_tactics(SLICE, 9) if "early" in tactic.name] == []
 
 
 def test_bytes_are_those_of_the_experts_that_are_read() -> None:

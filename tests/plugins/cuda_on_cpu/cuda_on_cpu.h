@@ -397,6 +397,7 @@ static inline double __ddiv_rn(double a, double b) {
 static inline double __longlong_as_double(long long v) {
   return emu::as<double>((u64)v);
 }
+static inline void __threadfence_block() {}
 static inline u32 atomicOr(u32* p, u32 v) {
   const u32 old = *p;
   *p |= v;
