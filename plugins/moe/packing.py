@@ -103,13 +103,14 @@ def pack_mxfp8_vectors(codes: Tensor, exponents: Tensor, order: str) -> Tensor:
     of_exponents = exponents.reshape(depth, rows, width // mxfp8.BLOCK)
     extra = count * VECTOR_K - width
     for matrix in range(depth):
-        code, exponent = of_codes[matrix][index], of_exponents[matrix][index]
-        exponent = _checked(code, exponent)
+        code = of_codes[matrix].index_select(0, index)
+        exponent = _checked(code, of_exponents[matrix].index_select(0, index))
         code, exponent = pad(code, (0, extra)), pad(exponent, (0, extra // mxfp8.BLOCK))
-        # From [tile, half of the tile, g, vector, t, mma / 2, mma % 2, pair, k].
-        values = code.numpy().reshape(-1, 2, 8, count, 4, 2, 2, 2, 2)
-        ordered = values.transpose(0, 3, 5, 2, 4, 6, 7, 8, 1).reshape(-1, 1024)
-        packed[matrix, :, :1024] = ordered
+        # From [tile, half of the tile, g, vector, t, mma / 2] of [mma % 2, pair, k].
+        runs = code.numpy().view("V8").reshape(-1, 2, 8, count, 4, 2).transpose(1, 0, 3, 5, 2, 4)
+        upper, lower = torch.from_numpy(np.ascontiguousarray(runs).view(np.uint8).reshape(2, -1))
+        both = lower.to(torch.int16).bitwise_left_shift_(8).bitwise_or_(upper)
+        packed[matrix, :, :1024] = both.numpy().view(np.uint8).reshape(-1, 1024)
         # From [tile, half of the tile, g, vector, k / 32].
         scales = exponent.numpy().reshape(-1, 2, 8, count, 2)
         packed[matrix, :, 1024:] = scales.transpose(0, 3, 2, 4, 1).reshape(-1, 32)
