@@ -43,11 +43,15 @@ def build(
             help="Then measure here what drafts cost, as ink-bench engine --costs does.",
         ),
     ] = False,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Threads that pack weights; 0: one per processor.")
+    ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Make an engine from a checkpoint.
 
-    The engine folder appears complete or not at all. No GPU is needed.
+    The engine folder appears complete or not at all; the same command goes on with a build that was
+    stopped. No GPU is needed.
     """
     if out is None and not dry_run:
         raise typer.BadParameter("name the engine folder with -o, or ask for --dry-run")
@@ -72,7 +76,18 @@ def build(
         console.say("\n".join(table))
         require_fits(prepared.memory.total, options.target, options.tp_size)
     else:
-        build_engine(checkpoint, out, options, progress, dump_graph, timing_cache, draft_checkpoint)
+        with console.byte_meter("packing weights", is_shown=not quiet) as meter:
+            build_engine(
+                checkpoint,
+                out,
+                options,
+                progress,
+                dump_graph,
+                timing_cache,
+                draft_checkpoint,
+                workers,
+                meter,
+            )
         if costs:
             from inkrt.commands.bench_speculation import keep_costs
 

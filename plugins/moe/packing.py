@@ -125,6 +125,7 @@ def packing(kind: Format, weight: str, scales: str, order: Literal["plain", "gat
             f"bf16_vectors_{order}",
             lambda w: pack_bf16_vectors(w, order),
             lambda shapes: num_bytes("bf16", *shapes[0].shape),
+            cuts_stacks=True,
         )
     pack = pack_nvfp4_vectors if kind == "nvfp4" else pack_mxfp8_vectors
 
@@ -132,9 +133,8 @@ def packing(kind: Format, weight: str, scales: str, order: Literal["plain", "gat
         *lead, columns = shapes[0].shape
         return num_bytes(kind, *lead, columns * 2 if kind == "nvfp4" else columns)
 
-    return Packing(
-        (weight, scales), f"{kind}_vectors_{order}", lambda w, s: pack(w, s, order), size
-    )
+    name = f"{kind}_vectors_{order}"
+    return Packing((weight, scales), name, lambda w, s: pack(w, s, order), size, cuts_stacks=True)
 
 
 def _check_rows(rows: int) -> None:

@@ -28,6 +28,9 @@ _CODE_BYTES = 2048
 # Packed at a time: intermediate arrays of so many bytes stay in a core's cache.
 _BYTES_AT_ONCE = 2**19
 
+# Rows of which any multiple keeps its order by itself.
+_UNIT = {"plain": CHUNK_ROWS, "heads": 128, "gated": 0}
+
 Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
@@ -180,7 +183,8 @@ def nvfp4_packing(codes: str, scales: str, order: str) -> Packing:
         *lead, half = shapes[0].shape
         return nvfp4_num_bytes(*lead, half * 2)
 
-    return Packing((codes, scales), f"nvfp4_chunks_{order}", _packer(pack_nvfp4, order), num_bytes)
+    name, pack = f"nvfp4_chunks_{order}", _packer(pack_nvfp4, order)
+    return Packing((codes, scales), name, pack, num_bytes, cuts_stacks=True, row_unit=_UNIT[order])
 
 
 def bf16_packing(weight: str, order: str) -> Packing:
@@ -189,7 +193,8 @@ def bf16_packing(weight: str, order: str) -> Packing:
     def num_bytes(shapes: Sequence[TensorArg]) -> int:
         return bf16_num_bytes(*shapes[0].shape)
 
-    return Packing((weight,), f"bf16_chunks_{order}", _packer(pack_bf16, order), num_bytes)
+    name, pack = f"bf16_chunks_{order}", _packer(pack_bf16, order)
+    return Packing((weight,), name, pack, num_bytes, cuts_stacks=True, row_unit=_UNIT[order])
 
 
 def _packer(pack: Callable[..., Tensor], order: str) -> Callable[..., Tensor]:
