@@ -153,7 +153,7 @@ def prepare(
     if drafter is not None:
         require_buildable(drafter, definition, options.target, options.tp_size)
     options = dataclasses.replace(options, spec=drafter.method if drafter else "none")
-    dtype, state = _DTYPES[options.dtype], _state_options(options)
+    dtype, state = _DTYPES[options.dtype], state_options(options)
     plans: dict[str, Plan] = {}
     target = Target(options.target, shares_arena=not options.keep_intermediates)
     if options.target != "cpu":
@@ -296,7 +296,7 @@ def _resolve(
     return dataclasses.replace(options, dtype=dtype, max_seq_len=max_seq_len, prefill_chunk=chunk)
 
 
-def _state_options(options: BuildOptions) -> StateOptions:
+def state_options(options: BuildOptions) -> StateOptions:
     """How much state an engine holds, and in which form."""
     state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS)
     if options.target == "cpu" and not options.keep_intermediates:

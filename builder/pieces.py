@@ -72,15 +72,17 @@ class Piece:
 
 
 def cut(
-    tensor: PackedTensor, sources: Mapping[str, WeightSource], most_bytes: int = PIECE_BYTES
+    tensor: PackedTensor, sources: Mapping[str, WeightSource], most_bytes: int | None = None
 ) -> list[Piece]:
     """The pieces of a packed tensor, in order.
 
     Args:
         tensor: to cut.
         sources: of its parameters at least.
-        most_bytes: of a piece, where that is more than one row or, of stacked matrices, one matrix.
+        most_bytes: of a piece, where that is more than one row or, of stacked matrices, one matrix;
+            None for PIECE_BYTES.
     """
+    most_bytes = PIECE_BYTES if most_bytes is None else most_bytes
     parameters = tensor.sources or (tensor,)
     own = {parameter.name: sources[parameter.name] for parameter in parameters}
     whole = [Piece(tensor, own, 0)]
