@@ -19,7 +19,8 @@ from inkrt.engines.interface import WeightSource
 from inkrt.errors import CheckpointError
 from inkrt.plugins.tactic import Packing, TensorArg
 
-MAX_FILE_BYTES = 16 * 2**30
+# What a build that is stopped may have to do again, times the number of ranks.
+MAX_FILE_BYTES = 4 * 2**30
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8", torch.int32: "I32"}
 
 

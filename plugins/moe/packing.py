@@ -17,7 +17,16 @@ from torch.nn.functional import pad
 from inkrt.errors import BuildError
 from inkrt.plugins import mxfp8, nvfp4
 from inkrt.plugins.tactic import Packing, TensorArg
-from inkrt.plugins.w4a16.packing import CHUNK_K, pack_bf16, pack_nvfp4, row_order
+from inkrt.plugins.w4a16.packing import (
+    CHUNK_K,
+    check_scales,
+    e5m3,
+    nvfp4_words,
+    pack_bf16,
+    row_order,
+    row_pieces,
+    take_rows,
+)
 
 Format = Literal["nvfp4", "bf16", "mxfp8"]
 
@@ -55,17 +64,24 @@ def pack_nvfp4_vectors(codes: Tensor, scales: Tensor, order: str) -> Tensor:
     Raises:
         BuildError: a scale is negative or no number, or N does not fit.
     """
-    *_, rows, half = codes.shape
-    width = 2 * half
+    *lead, rows, half = codes.shape
     _check_rows(rows)
-    extra = -width % CHUNK_K
-    chunks = pack_nvfp4(pad(codes, (0, extra // 2)), pad(scales, (0, extra // nvfp4.BLOCK)), order)
-    pieces = chunks.view(-1, (width + extra) // CHUNK_K, 4 * VECTOR_BYTES["nvfp4"])
-    of_codes = pieces[..., :2048].reshape(*pieces.shape[:2], 4, 512)
-    of_scales = pieces[..., 2048:].reshape(*pieces.shape[:2], 32, 4, 2)
-    of_scales = of_scales.transpose(-3, -2).flatten(-2)
-    vectors = torch.cat([of_codes, of_scales], dim=-1).flatten(1, 2)
-    return vectors[:, : num_vectors(width)].flatten()
+    check_scales(scales)
+    if extra := -half % (VECTOR_K // 2):
+        codes, scales = pad(codes, (0, extra)), pad(scales, (0, 2 * extra // nvfp4.BLOCK))
+    count, depth = num_vectors(2 * half), prod(lead)
+    packed = np.empty(num_bytes("nvfp4", *lead, rows, 2 * half), np.uint8)
+    of_codes = codes.reshape(depth, rows, -1)
+    of_scales = scales.reshape(depth, rows, -1)
+    for out, matrix, index in row_pieces(packed, depth, rows, order):
+        own_scales = take_rows(of_scales[matrix], index)
+        vectors = torch.from_numpy(out).view(-1, count, VECTOR_BYTES["nvfp4"])
+        words = nvfp4_words(take_rows(of_codes[matrix], index), own_scales)
+        vectors.view(torch.int32)[..., :128] = words
+        # From [tile, half of the tile, g, vector, k / 16].
+        ordered = e5m3(own_scales).reshape(-1, 2, 8, count, 4).transpose(0, 3, 2, 4, 1)
+        vectors[..., 512:] = torch.from_numpy(ordered.reshape(len(words), count, -1))
+    return torch.from_numpy(packed)
 
 
 def pack_bf16_vectors(weight: Tensor, order: str) -> Tensor:
@@ -73,6 +89,8 @@ def pack_bf16_vectors(weight: Tensor, order: str) -> Tensor:
     *_, rows, width = weight.shape
     _check_rows(rows)
     extra = -width % CHUNK_K
+    if not extra:
+        return pack_bf16(weight, order)
     packed = pack_bf16(pad(weight, (0, extra)), order)
     vectors = packed.view(-1, (width + extra) // VECTOR_K, VECTOR_BYTES["bf16"])
     return vectors[:, : num_vectors(width)].flatten()

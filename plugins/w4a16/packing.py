@@ -107,15 +107,27 @@ def pack_nvfp4(codes: Tensor, scales: Tensor, order: str = "plain") -> Tensor:
     width = half * 2
     flat_codes = codes.reshape(-1, num_rows, half)
     flat_scales = scales.view(torch.uint8).reshape(-1, num_rows, width // SCALE_BLOCK)
-    if int(flat_scales.max()) >= 0x7F:
-        raise BuildError(
-            f"packing: a scale byte is {int(flat_scales.max()):#04x}, expected e4m3 bytes below "
-            f"0x7f (no sign, no NaN); repair the checkpoint"
-        )
+    check_scales(scales)
     packed = np.empty(nvfp4_num_bytes(*lead, num_rows, width), np.uint8)
-    for out, matrix, index in _pieces(packed, flat_codes.shape[0], num_rows, order):
-        _pack_rows(_take(flat_codes[matrix], index), _take(flat_scales[matrix], index), out)
+    depth = width // CHUNK_K
+    for out, matrix, index in row_pieces(packed, flat_codes.shape[0], num_rows, order):
+        own_scales = take_rows(flat_scales[matrix], index)
+        words = nvfp4_words(take_rows(flat_codes[matrix], index), own_scales)
+        chunks = torch.from_numpy(out).view(-1, depth, NVFP4_CHUNK_BYTES)
+        chunks.view(torch.int32)[..., : _CODE_BYTES // 4] = words.view(len(words), depth, -1)
+        # From [tile, half of the tile, g, chunk, vector, k / 16].
+        ordered = e5m3(own_scales).reshape(-1, 2, 8, depth, 4, 4).transpose(0, 3, 2, 5, 4, 1)
+        chunks[..., _CODE_BYTES:] = torch.from_numpy(ordered.reshape(len(words), depth, -1))
     return torch.from_numpy(packed)
+
+
+def check_scales(scales: Tensor) -> None:
+    """Raise BuildError for scales [..., N, K / 16] that are negative or NaN."""
+    if (largest := int(scales.view(torch.uint8).max())) >= 0x7F:
+        raise BuildError(
+            f"packing: a scale byte is {largest:#04x}, expected e4m3 bytes below 0x7f (no sign, no "
+            f"NaN); repair the checkpoint"
+        )
 
 
 def unpack_nvfp4(
@@ -159,9 +171,9 @@ def pack_bf16(weight: Tensor, order: str = "plain") -> Tensor:
         flat = torch.nn.functional.pad(flat, (0, padded_width(width) - width))
         width = flat.shape[-1]
     packed = np.empty(bf16_num_bytes(*lead, num_rows, width), np.uint8)
-    for out, matrix, index in _pieces(packed, flat.shape[0], num_rows, order):
+    for out, matrix, index in row_pieces(packed, flat.shape[0], num_rows, order):
         # [tile, half of the tile, g, vector, t, mma, pair] of two k each.
-        rows = _take(flat[matrix], index).view(torch.int32).view(-1, 2, 8, width // 64, 4, 4, 2)
+        rows = take_rows(flat[matrix], index).view(torch.int32).view(-1, 2, 8, width // 64, 4, 4, 2)
         words = torch.from_numpy(out).view(torch.int32).view(len(rows), -1, 4, 8, 4, 2, 2)
         for half, pair in product(range(2), range(2)):  # the rest moves in longer runs
             words[..., pair, half] = rows[:, half, ..., pair].permute(0, 2, 4, 1, 3)
@@ -211,10 +223,20 @@ def _tiles(num_rows: int, width: int) -> int:
     return padded_rows(num_rows) // CHUNK_ROWS * (width // CHUNK_K)
 
 
-def _pieces(
+def row_pieces(
     packed: Bytes, matrices: int, num_rows: int, order: str
 ) -> list[tuple[Bytes, int, Tensor]]:
-    """Parts of `packed`, each with its matrix and the source rows (-1: padding)."""
+    """Parts of `packed` that are packed at a time.
+
+    Args:
+        packed: uint8, matrices of whole tiles one behind the other.
+        matrices: how many.
+        num_rows: of each, without padding.
+        order: of rows, see `row_order`.
+
+    Returns:
+        Each part with its matrix and the source rows (-1: padding).
+    """
     rows = torch.full((padded_rows(num_rows),), -1)
     source = row_order(order, num_rows)
     rows[:num_rows] = torch.arange(num_rows) if source is None else source
@@ -229,7 +251,7 @@ def _pieces(
     return pieces
 
 
-def _take(matrix: Tensor, index: Tensor) -> Tensor:
+def take_rows(matrix: Tensor, index: Tensor) -> Tensor:
     """A copy of rows of `matrix`; those of index -1 are zero."""
     rows = matrix.index_select(0, index.clamp(min=0))
     rows[index < 0] = 0
@@ -249,34 +271,35 @@ def _restore(
     return restored
 
 
-def _pack_rows(codes: Tensor, scales: Tensor, out: Bytes) -> None:
-    """Pack whole tiles.
+def nvfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
+    """The codes of whole tiles as kernels read them.
 
     Args:
         codes: uint8 [R, K / 2]; those under a zero scale become zero.
         scales: uint8 [R, K / 16].
-        out: the chunks, uint8 [R * K * 9 / 16].
+
+    Returns:
+        int32 [R / 16, K / 64, 128].
     """
     num_rows, half = codes.shape
     empty = scales == 0
     if empty.any():
         codes.view(num_rows, -1, 8)[empty] = 0
-    depth = half * 2 // CHUNK_K
-    chunks = torch.from_numpy(out).view(-1, depth, NVFP4_CHUNK_BYTES)
-    # [half of the tile, tile, chunk, vector, g] of 32 bytes, which hold [t, mma, pair].
-    runs = codes.numpy().view("V32").reshape(-1, 2, 8, depth, 4).transpose(1, 0, 3, 4, 2)
+    # [half of the tile, tile, vector, g] of 32 bytes, which hold [t, mma, pair].
+    runs = codes.numpy().view("V32").reshape(-1, 2, 8, half // 32).transpose(1, 0, 3, 2)
     pairs = torch.from_numpy(np.ascontiguousarray(runs).view(np.int16).reshape(2, -1))
     upper, lower = (
         table.index_select(0, half_.to(torch.int32).bitwise_and_(0xFFFF))
         for table, half_ in zip(_pair_words(), pairs, strict=True)
     )
-    words = upper.bitwise_or_(lower).view(len(chunks), depth, -1)
-    chunks.view(torch.int32)[..., : _CODE_BYTES // 4] = words
-    wide = torch.from_numpy(_to_e5m3()).index_select(0, scales.flatten().to(torch.int32))
-    ordered = wide.numpy().reshape(-1, 2, 8, depth, 4, 4).transpose(0, 3, 2, 5, 4, 1)
-    out.reshape(-1, depth, NVFP4_CHUNK_BYTES)[..., _CODE_BYTES:] = ordered.reshape(
-        len(chunks), depth, -1
-    )
+    return upper.bitwise_or_(lower).view(num_rows // CHUNK_ROWS, half // 32, -1)
+
+
+def e5m3(scales: Tensor) -> Bytes:
+    """Scales e4m3 as e5m3, uint8 of the same shape."""
+    index = scales.flatten().to(torch.int32)
+    wide: Bytes = torch.from_numpy(_to_e5m3()).index_select(0, index).numpy()
+    return wide.reshape(scales.shape)
 
 
 # Where the kernel's shifts and masks look for the bits (mantissa, low and high exponent bit, sign)

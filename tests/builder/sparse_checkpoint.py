@@ -1,7 +1,6 @@
 """A checkpoint of a published size that takes no room: headers, and holes in place of data."""
 
 import json
-import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
