@@ -260,7 +260,9 @@ class _StoppedError(Exception):
 
 def default_workers() -> int:
     """Threads for the processors that this process may use."""
-    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+    has_affinity = hasattr(os, "sched_getaffinity")
+    count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return min(count, MAX_WORKERS)
 
 
 def _use_one_thread() -> None:

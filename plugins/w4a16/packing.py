@@ -25,8 +25,9 @@ NVFP4_CHUNK_BYTES = 2304
 BF16_CHUNK_BYTES = 8192
 SCALE_BLOCK = 16
 _CODE_BYTES = 2048
-# Packed at a time: intermediate arrays of so many bytes stay in a core's cache.
-_BYTES_AT_ONCE = 2**19
+# Packed at a time: what intermediate arrays are a few times of. With less, threads that pack wait
+# more for each other (for the interpreter between operations) than caches gain.
+_BYTES_AT_ONCE = 2**21
 
 # Rows of which any multiple keeps its order by itself.
 _UNIT = {"plain": CHUNK_ROWS, "heads": 128, "gated": 0}
