@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from inkrt.builder.checkpoint import open_checkpoint
 from inkrt.builder.memory import GPUS, positions_left
 from inkrt.builder.options import BuildOptions
 from inkrt.builder.sizing import RankSize, rank_sizes
+from inkrt.commands.build import make_app
 from inkrt.commands.sizing_text import fits
 from inkrt.engines.catalog import find_definition
 
@@ -113,6 +115,20 @@ def test_sizes_are_sums_over_published_shapes(name: str) -> None:
             assert size.held == 0
         else:
             assert (size.weights, size.position, size.rings) == EXPECTED[name](size.tp_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPECTED)
+def test_dry_runs_of_published_configs(name: str) -> None:
+    options = ["--dry-run", "--spec", "none", "--max-verify-tokens", "1", "--tp-size", "4"]
+    result = CliRunner().invoke(make_app(), [str(CONFIGS / name), *options])
+    assert result.exit_code == 0, result.output
+    weights, position, rings = EXPECTED[name](4)
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert any(line.startswith(f"weights {weights:,} ") for line in lines)
+    assert any(line.startswith(f"ring state {rings:,} ") for line in lines)
+    assert any(line.endswith(f" {position:,} bytes per position") for line in lines)
+    assert sum(line.startswith("NVIDIA ") for line in lines) == len(GPUS)
 
 
 def test_totals_are_those_of_model_cards() -> None:
