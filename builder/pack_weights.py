@@ -62,11 +62,12 @@ def pack_weights(
     writer.run()
     took, count = time.monotonic() - started, plan.num_bytes - kept
     seconds = writer.seconds
-    progress(
-        f"packed {count:,} bytes of {len(plan.ranks)} ranks in {took:.1f} s, "
-        f"{count / max(took, 1e-9) / 1e9:.2f} GB/s; threads packed for {seconds.packing:.1f} s, "
-        f"wrote for {seconds.writing:.1f} s, hashed for {seconds.hashing:.1f} s"
-    )
+    if count:
+        progress(
+            f"packed {count:,} bytes of {len(plan.ranks)} ranks in {took:.1f} s, "
+            f"{count / max(took, 1e-9) / 1e9:.2f} GB/s; threads packed for {seconds.packing:.1f} "
+            f"s, wrote for {seconds.writing:.1f} s, hashed for {seconds.hashing:.1f} s"
+        )
     for line in writer.quantization():
         progress(line)
     _tell_left_out(checkpoint, prepared, sources, progress)
