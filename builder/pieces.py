@@ -17,7 +17,7 @@ from inkrt.engines.interface import Part, WeightSource
 PIECE_BYTES = 16 * 2**20
 # While a piece is packed: its values as read, joined and converted, then twice in the new layout,
 # and blocks of intermediate values.
-_COPIES, _PACKED_COPIES, _BLOCKS = 2, 3, 8 * 2**20
+_COPIES, _PACKED_COPIES, _BLOCKS = 2, 3, 16 * 2**20
 # While a matrix is quantized: float32 values of at most so many elements, several times.
 _QUANTIZED_BLOCKS = 2**22 * 4 * 12
 
@@ -123,8 +123,8 @@ def _unit(tensor: PackedTensor) -> int:
 
 
 def _can_be_cut(source: WeightSource) -> bool:
-    if source.quantize or source.is_quotient or source.is_one_of_equals:
-        return False
+    if source != WeightSource(source.parts, source.dim, source.pad):
+        return False  # it is more than parts behind each other
     if any(part.or_scalar for part in source.parts):
         return False
     return source.dim == 0 or len(source.parts) == 1 or not source.pad
