@@ -5,6 +5,7 @@ layout of the references; kernels may pad theirs.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,11 @@ import torch
 from inkrt.builder.build import Prepared, state_options
 from inkrt.builder.choose_drafter import AnyDrafter
 from inkrt.builder.options import TP_SIZES, BuildOptions
+from inkrt.builder.pack import packed_tensors
 from inkrt.builder.steps import state_layout, step_modules
+from inkrt.builder.towers import TowerStep
 from inkrt.engines.interface import Definition, ModelConfig, Sharding
+from inkrt.engines.tower import Tower
 from inkrt.errors import ConfigError
 
 
@@ -43,7 +47,12 @@ class RankSize:
 def sizes_of(prepared: Prepared) -> list[RankSize]:
     """For every number of ranks, with the options of a build otherwise."""
     return rank_sizes(
-        prepared.definition, prepared.model, prepared.options, prepared.dtype, prepared.drafter
+        prepared.definition,
+        prepared.model,
+        prepared.options,
+        prepared.dtype,
+        prepared.drafter,
+        prepared.towers,
     )
 
 
@@ -53,6 +62,7 @@ def rank_sizes(
     options: BuildOptions,
     dtype: torch.dtype,
     drafter: AnyDrafter | None = None,
+    towers: Sequence[Tower] = (),
 ) -> list[RankSize]:
     """For every number of ranks.
 
@@ -62,8 +72,10 @@ def rank_sizes(
         options: with 0 replaced by what it stands for.
         dtype: compute dtype.
         drafter: that is built in.
+        towers: that are; every rank has all of them.
     """
     sizes = []
+    further = [TowerStep(tower, dtype) for tower in towers]
     for tp_size in TP_SIZES:
         try:
             model.check_sharding(Sharding(tp_size, options.moe_split))
@@ -84,7 +96,7 @@ def rank_sizes(
         sizes.append(
             RankSize(
                 tp_size,
-                sum(parameter.nbytes for parameter in module.parameters()),
+                sum(tensor.num_bytes for tensor in packed_tensors(module, None, further)),
                 held["paged"] // (layout.num_pages * layout.page_tokens),
                 held["ring"],
             )
