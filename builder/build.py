@@ -20,7 +20,6 @@ from inkrt.builder.choose_drafter import (
     AnyDrafter,
     choose_drafter,
     require_buildable,
-    unpacked_tensors,
 )
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.dummy import dummy_weights
@@ -28,9 +27,10 @@ from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower, start_compiling
 from inkrt.builder.memory import memory_table, require_fits
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
-from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors
+from inkrt.builder.pack import PackedTensor, packed_tensors
+from inkrt.builder.pack_weights import build_key, pack_weights
 from inkrt.builder.passes import Pass, passes_for
-from inkrt.builder.quantize import Quantizer, choose_projections
+from inkrt.builder.quantize import choose_projections
 from inkrt.builder.ratio_tests import apart_from_steps, ratio_tests
 from inkrt.builder.steps import engine_steps, state_layout, step_modules
 from inkrt.builder.tactics import TacticChooser
@@ -43,7 +43,14 @@ from inkrt.builder.towers import (
     traced_steps,
 )
 from inkrt.builder.trace import StepGraph
-from inkrt.builder.writer import check_target, file_entries, staged_folder, write_file
+from inkrt.builder.weights import Meter
+from inkrt.builder.writer import (
+    Staging,
+    check_target,
+    file_entries,
+    staged_folder,
+    write_file,
+)
 from inkrt.engines.catalog import find_definition
 from inkrt.engines.interface import (
     ROLLBACK_TOKENS,
@@ -146,7 +153,7 @@ def prepare(
     if drafter is not None:
         require_buildable(drafter, definition, options.target, options.tp_size)
     options = dataclasses.replace(options, spec=drafter.method if drafter else "none")
-    dtype, state = _DTYPES[options.dtype], _state_options(options)
+    dtype, state = _DTYPES[options.dtype], state_options(options)
     plans: dict[str, Plan] = {}
     target = Target(options.target, shares_arena=not options.keep_intermediates)
     if options.target != "cpu":
@@ -203,10 +210,24 @@ def build_engine(
     dump_folder: Path | None = None,
     timing_cache: Path | None = None,
     draft_checkpoint: Path | None = None,
+    workers: int = 0,
+    meter: Meter | None = None,
 ) -> EngineConfig:
     """Build an engine folder; it appears under `target` complete or not at all.
 
-    The same checkpoints, options and timing cache give the same bytes. See `prepare` for arguments.
+    The same checkpoints, options and timing cache give the same bytes. A build that was stopped
+    goes on where its last finished weight file ends; see `writer`.
+
+    Args:
+        checkpoint_folder: or a GGUF file.
+        target: must not exist.
+        options: see `prepare`, as for all that follow but the last two.
+        progress: called with a line per stage.
+        dump_folder: where to write graphs.
+        timing_cache: file of times.
+        draft_checkpoint: folder of the drafter.
+        workers: threads that pack weights; 0 for one per processor.
+        meter: called with the bytes of weights that are written, and all of them.
 
     Raises:
         InkError: the checkpoint or an option is unfit, or writing failed.
@@ -223,16 +244,18 @@ def build_engine(
     require_fits(prepared.memory.total, options.target, options.tp_size)
     is_dummy = options.weights == "dummy"
     needed = _FOLDER_OVERHEAD_BYTES + (0 if is_dummy else prepared.weight_bytes)
-    with staged_folder(target, needed) as folder:
+    code = encode_code(prepared.code)
+    key = "" if is_dummy else build_key(prepared, checkpoint, code)
+    with staged_folder(target, needed, key, progress) as staging:
         if not is_dummy:
-            _pack_weights(folder, checkpoint, prepared, progress)
+            pack_weights(staging, checkpoint, prepared, progress, workers, meter)
         for rank in range(options.tp_size):
-            write_file(folder / plan_file(rank), encode_code(prepared.code))
+            write_file(staging.folder / plan_file(rank), code)
         for name in TOKENIZER_FILES:
             if (checkpoint.folder / name).is_file():
-                shutil.copyfile(checkpoint.folder / name, folder / name)
-        config = _engine_config(prepared, checkpoint, folder)
-        write_file(folder / CONFIG_NAME, encode_config(config))
+                shutil.copyfile(checkpoint.folder / name, staging.folder / name)
+        config = _engine_config(prepared, checkpoint, staging)
+        write_file(staging.folder / CONFIG_NAME, encode_config(config))
     progress(f"engine {target}: {sum(entry.size for entry in config.files.values()):,} bytes")
     return config
 
@@ -273,7 +296,7 @@ def _resolve(
     return dataclasses.replace(options, dtype=dtype, max_seq_len=max_seq_len, prefill_chunk=chunk)
 
 
-def _state_options(options: BuildOptions) -> StateOptions:
+def state_options(options: BuildOptions) -> StateOptions:
     """How much state an engine holds, and in which form."""
     state = StateOptions(options.max_batch_size, options.max_seq_len, PAGE_TOKENS)
     if options.target == "cpu" and not options.keep_intermediates:
@@ -327,38 +350,9 @@ def _engine_code(
     return EngineCode(plans, cubins, dummies.kind_of, dummies.templates, tests)
 
 
-def _pack_weights(
-    folder: Path, checkpoint: CheckpointSource, prepared: Prepared, progress: Progress
-) -> None:
-    options, used, quantizer = prepared.options, set[str](), Quantizer()
-    drafter = prepared.drafter
-    reader = drafter.checkpoint if drafter else checkpoint
-    started, written = time.monotonic(), 0
-    for rank in range(options.tp_size):
-        sources = prepared.definition.weight_sources(
-            prepared.model, checkpoint.names, rank, Sharding(options.tp_size, options.moe_split)
-        )
-        sources |= tower_sources(prepared.towers, checkpoint.names)
-        sources |= drafter.sources_of(rank, options.tp_size) if drafter else {}
-        used |= {part.name for source in sources.values() for part in source.parts}
-        for _, tensor in pack_rank(folder, rank, prepared.tensors, reader, sources, quantizer):
-            written += tensor.num_bytes
-        rate = written / max(time.monotonic() - started, 1e-9) / 1e9
-        progress(
-            f"packed rank {rank}: {written:,} of {prepared.weight_bytes:,} bytes, {rate:.2f} GB/s"
-        )
-    for line in quantizer.report():
-        progress(line)
-    others = reader.names - used
-    ignored = unpacked_tensors(checkpoint, drafter) & others
-    ignored |= {name for name in others if prepared.definition.ignored(name)}
-    if ignored:
-        progress(f"left out {len(ignored)} tensors of parts that this version does not build")
-    for name in sorted(others - ignored):
-        progress(f"unknown tensor left out: {name}")
-
-
-def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Path) -> EngineConfig:
+def _engine_config(
+    prepared: Prepared, checkpoint: CheckpointSource, staging: Staging
+) -> EngineConfig:
     options, model, drafter = prepared.options, prepared.model, prepared.drafter
     build = dataclasses.asdict(options)
     used = {launch.op for plan in prepared.plans.values() for launch in plan.launches}
@@ -385,7 +379,7 @@ def _engine_config(prepared: Prepared, checkpoint: CheckpointSource, folder: Pat
         rebuild_command=rebuild_command(options, drafter is not None and drafter.has_folder),
         plugins={name: plugins()[name].version for name in sorted(used)},
         checkpoint_fingerprint=(drafter.checkpoint if drafter else checkpoint).fingerprint,
-        files=file_entries(folder),
+        files=file_entries(staging),
         draft=drafter.spec if drafter else None,
         towers=tower_specs(prepared.towers, prepared.dtype),
     )

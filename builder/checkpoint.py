@@ -1,12 +1,14 @@
 """Reading a checkpoint folder: its config, and its tensors by lazy slices.
 
-Tensors are views of memory-mapped shards, so only the pages of the slices that are taken get read.
+Tensors are views of memory-mapped shards, so only the pages of the slices that are taken get read;
+`span` says which these are, so that they can be given back.
 This module knows files and dtypes, not models. GGUF files are read by `gguf_checkpoint`.
 """
 
 import hashlib
 import json
 import math
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from inkrt.builder.mapped import MappedFile, Span, extent
 from inkrt.engines.interface import Part
 from inkrt.errors import CheckpointError
 
@@ -26,6 +29,14 @@ INDEX_NAME = "model.safetensors.index.json"
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 _ID_DTYPES = ("I64", "I32", "BOOL")
 _RAW_DTYPES = ("U8", "F8_E4M3", "F8_E8M0")
+_STORED = _DTYPES | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 # Beside config.json, where its publisher lists which modules are quantized, and how.
 QUANT_CONFIG_NAME = "hf_quant_config.json"
 
@@ -63,7 +74,15 @@ class CheckpointSource(Protocol):
         ...
 
     def read(self, part: Part) -> Tensor:
-        """The piece of a tensor."""
+        """The piece of a tensor; nobody may write to it."""
+        ...
+
+    def span(self, part: Part) -> Span:
+        """What `read` reads."""
+        ...
+
+    def file_states(self) -> list[tuple[str, int, int]]:
+        """Name, size and time of the last change, in nanoseconds, of every file with tensors."""
         ...
 
 
@@ -108,12 +127,11 @@ class Checkpoint:
             )
         self.folder = folder
         self.config: Mapping[str, Any] = _read_config(folder)
-        self._shards: dict[str, Any] = {}
+        self._shards: dict[str, _Shard] = {}
         self._shard_of: dict[str, str] = {}
         for shard in self._shard_names():
-            handle = _open_shard(folder / shard)
-            self._shards[shard] = handle
-            for name in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+            self._shards[shard] = _open_shard(folder / shard)
+            for name in self._shards[shard].offsets:
                 if name in self._shard_of:
                     raise CheckpointError(
                         f"{folder / shard}: tensor {name} stands in {self._shard_of[name]} too; "
@@ -202,12 +220,34 @@ class Checkpoint:
             CheckpointError: as `check`.
         """
         self.check(part)
-        tensor: Tensor = self._shards[self._shard_of[part.name]].get_tensor(part.name)
+        shard = self._shards[self._shard_of[part.name]]
+        header = self._header_of(part.name)
+        dtype, shape = _STORED[header.get_dtype()], tuple(header.get_shape())
+        first = shard.offsets[part.name]
+        tensor = shard.mapped.tensor(first, math.prod(shape) * dtype.itemsize, dtype).view(shape)
         if part.is_raw:
             tensor = tensor.view(torch.uint8)
-        if part.or_scalar and tuple(tensor.shape) != part.shape:
+        if part.or_scalar and shape != part.shape:
             return tensor.reshape(1)
         return tensor[part.index]
+
+    def span(self, part: Part) -> Span:
+        """What `read` reads.
+
+        Raises:
+            CheckpointError: the tensor is missing.
+        """
+        header = self._header_of(part.name)
+        shard = self._shards[self._shard_of[part.name]]
+        size, shape = _STORED[header.get_dtype()].itemsize, tuple(header.get_shape())
+        first, last = extent(shape, part.index) if shape == part.shape else (0, math.prod(shape))
+        offset = shard.offsets[part.name]
+        return Span(shard.mapped, offset + first * size, offset + last * size)
+
+    def file_states(self) -> list[tuple[str, int, int]]:
+        """Name, size and time of the last change, in nanoseconds, of every shard."""
+        states = [(name, (self.folder / name).stat()) for name in sorted(self._shards)]
+        return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
     def _check_raw(self, part: Part) -> None:
         code = self._header_of(part.name).get_dtype()
@@ -224,7 +264,7 @@ class Checkpoint:
                 f"checkpoint {self.folder} has no tensor {name}; a shard is missing or config.json "
                 f"belongs to another model"
             )
-        return self._shards[self._shard_of[name]].get_slice(name)
+        return self._shards[self._shard_of[name]].headers.get_slice(name)
 
     def _shard_names(self) -> list[str]:
         if (self.folder / INDEX_NAME).is_file():
@@ -289,9 +329,30 @@ def _number(text: str) -> float:
     return value
 
 
-def _open_shard(path: Path) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """An open file.
+
+    Attributes:
+        headers: of its tensors, by `get_slice`.
+        offsets: of their first bytes, by name.
+        mapped: its bytes.
+    """
+
+    headers: Any
+    offsets: dict[str, int]
+    mapped: MappedFile
+
+
+def _open_shard(path: Path) -> _Shard:
     try:
-        return safe_open(path, framework="pt")
+        headers = safe_open(path, framework="np")  # checks that offsets fit the file
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(size))
+        entries.pop("__metadata__", None)
+        offsets = {name: 8 + size + entry["data_offsets"][0] for name, entry in entries.items()}
+        return _Shard(headers, offsets, MappedFile(path))
     except FileNotFoundError:
         raise CheckpointError(f"shard {path} is missing; download it again") from None
     except OSError as error:

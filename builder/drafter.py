@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inkrt.builder.checkpoint import Checkpoint, CheckpointSource
+from inkrt.builder.mapped import Span
 from inkrt.engines.dspark.config import DSparkConfig
 from inkrt.engines.dspark.flavours import BUNDLED_KEYS, Layout
 from inkrt.engines.dspark.layouts import (
@@ -163,6 +164,17 @@ class WithDrafter:
         """The piece of a tensor."""
         source, name = self._find(part.name)
         return source.read(dataclasses.replace(part, name=name))
+
+    def span(self, part: Part) -> Span:
+        """What `read` reads."""
+        source, name = self._find(part.name)
+        return source.span(dataclasses.replace(part, name=name))
+
+    def file_states(self) -> list[tuple[str, int, int]]:
+        """Of the files of both."""
+        own = self._drafter.file_states()
+        renamed = [(DRAFT_ROOT + name, size, changed) for name, size, changed in own]
+        return [*self._target.file_states(), *renamed]
 
     def _find(self, name: str) -> tuple[CheckpointSource, str]:
         if name.startswith(DRAFT_ROOT):

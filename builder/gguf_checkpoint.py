@@ -15,6 +15,7 @@ i holds value i in its low and value 8 + i in its high four bits.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from inkrt.builder.checkpoint import read_json
+from inkrt.builder.mapped import MappedFile, Span, extent
 from inkrt.engines.interface import Part
 from inkrt.errors import BuildError, CheckpointError
 
@@ -46,13 +48,15 @@ class _Entry:
         kind: how `stored` holds it.
         shape: as it reads.
         dtype: as it reads.
-        stored: memory-mapped; raw bytes uint8 [..., N, bytes] but for kind "plain".
+        offset: of its first byte in the file.
+        row_bytes: of one row [K] of it there.
     """
 
     kind: Literal["plain", "codes", "scales"]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stored: Tensor
+    offset: int
+    row_bytes: int
 
 
 class GgufCheckpoint:
@@ -76,6 +80,7 @@ class GgufCheckpoint:
         reader = _open(path)
         self._header_bytes = int(reader.data_offset)
         _require_wide_activations(path, reader)
+        self._mapped = MappedFile(path)
         self._entries: dict[str, _Entry] = {}
         for tensor in reader.tensors:
             self._entries |= _entries_of(path, tensor)
@@ -139,13 +144,33 @@ class GgufCheckpoint:
         """
         self.check(part)
         entry = self._entry(part.name)
+        *rows, _ = entry.shape
+        num_bytes = math.prod(rows) * entry.row_bytes
         if entry.kind == "plain":
-            return entry.stored[part.index]
-        stored = entry.stored[part.index[:-1]]
+            plain = self._mapped.tensor(entry.offset, num_bytes, entry.dtype)
+            return plain.view(entry.shape)[part.index]
+        raw = self._mapped.tensor(entry.offset, num_bytes, torch.uint8)
+        stored = raw.view(*rows, entry.row_bytes)[part.index[:-1]]
         blocks = stored.reshape(*stored.shape[:-1], -1, _SUPER_BLOCK_BYTES)
         if entry.kind == "codes":
             return _codes(blocks)[..., part.index[-1]]
         return self._scales(part.name, blocks)[..., part.index[-1]]
+
+    def span(self, part: Part) -> Span:
+        """What `read` reads: whole rows.
+
+        Raises:
+            CheckpointError: the tensor is missing.
+        """
+        entry = self._entry(part.name)
+        first, last = extent(part.shape[:-1], part.index[:-1])
+        offset, size = entry.offset, entry.row_bytes
+        return Span(self._mapped, offset + first * size, offset + last * size)
+
+    def file_states(self) -> list[tuple[str, int, int]]:
+        """Name, size and time of the last change, in nanoseconds, of the file."""
+        state = self.path.stat()
+        return [(self.path.name, state.st_size, state.st_mtime_ns)]
 
     def _scales(self, name: str, blocks: Tensor) -> Tensor:
         scales = blocks[..., :_SCALES].flatten(-2)
@@ -180,8 +205,7 @@ def _open(path: Path) -> Any:
             "pip install 'inkrt[build]'"
         ) from None
     try:
-        # Copy on write: tensors over it count as writable, and the file is never written.
-        return GGUFReader(path, "c")
+        return GGUFReader(path, "r")  # for the header; tensors are read by `MappedFile`
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path} ({error}); it must be a file that you may read"
@@ -211,12 +235,10 @@ def _entries_of(path: Path, tensor: Any) -> dict[str, _Entry]:
 
     name = str(tensor.name)
     shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
-    stored = torch.from_numpy(tensor.data)
-    if tensor.tensor_type == Kind.F32:
-        return {name: _Entry("plain", shape, torch.float32, stored)}
-    if tensor.tensor_type == Kind.BF16:
-        plain = stored.view(torch.bfloat16).view(shape)
-        return {name: _Entry("plain", shape, torch.bfloat16, plain)}
+    offset, row_bytes = int(tensor.data_offset), int(tensor.n_bytes) // math.prod(shape[:-1])
+    for kind, dtype in ((Kind.F32, torch.float32), (Kind.BF16, torch.bfloat16)):
+        if tensor.tensor_type == kind:
+            return {name: _Entry("plain", shape, dtype, offset, row_bytes)}
     if tensor.tensor_type != Kind.NVFP4 or not name.endswith(".weight"):
         raise CheckpointError(
             f"{path}: tensor {name} has ggml type {tensor.tensor_type.name}, only F32, BF16 and, "
@@ -224,8 +246,8 @@ def _entries_of(path: Path, tensor: Any) -> dict[str, _Entry]:
         )
     *rows, width = shape
     return {
-        name: _Entry("codes", (*rows, width // 2), torch.uint8, stored),
-        f"{name}_scale": _Entry("scales", (*rows, width // 16), torch.uint8, stored),
+        name: _Entry("codes", (*rows, width // 2), torch.uint8, offset, row_bytes),
+        f"{name}_scale": _Entry("scales", (*rows, width // 16), torch.uint8, offset, row_bytes),
     }
 
 

@@ -16,9 +16,19 @@ from inkrt.plugins.tactic import HOPPER
 from inkrt.runtime.engine_file import EngineCode, MemoryTable, StateLayout
 from inkrt.runtime.plan import DTYPE_BYTES, inbox_bytes, table_bytes
 
-# All memory of the GPU that a target means, as nvidia-smi shows it, in bytes; a build needs no GPU,
-# so it cannot ask one. What is free is less: opening an engine asks for it.
-DEVICES = {HOPPER: ("NVIDIA H200", 143_771 * 2**20)}
+# All memory of GPUs as nvidia-smi shows it, in bytes; a build needs no GPU, so it cannot ask one.
+# What is free is less: opening an engine asks for it.
+GPUS = {
+    "NVIDIA H100": 81_559 * 2**20,
+    "NVIDIA RTX PRO 6000": 97_887 * 2**20,
+    "NVIDIA H200": 143_771 * 2**20,
+    "NVIDIA B200": 183_359 * 2**20,
+    "NVIDIA GB200": 189_471 * 2**20,
+}
+# What the driver, a context and loaded code take of it, generously.
+CONTEXT_BYTES = 2**30
+# The GPU that a target means.
+DEVICES = {HOPPER: ("NVIDIA H200", GPUS["NVIDIA H200"])}
 
 # Vector loads and TMA need at most 128; 256 keeps tensors on their own cache lines in pairs.
 ALIGNMENT = 256
@@ -117,3 +127,17 @@ def memory_table(
         + inbox_bytes(plans.values(), tp_size),
         paged_bytes_per_token=paged // (layout.num_pages * layout.page_tokens),
     )
+
+
+def positions_left(gpu: str, num_bytes: int, position: int) -> int:
+    """Positions whose keys and values fit a GPU.
+
+    Args:
+        gpu: a key of GPUS.
+        num_bytes: that a rank needs whatever the context.
+        position: bytes of one.
+
+    Returns:
+        0 if not even the rest fits.
+    """
+    return max(GPUS[gpu] - CONTEXT_BYTES - num_bytes, 0) // position

@@ -1,15 +1,13 @@
-"""Packing: the weights of one rank, streamed from the checkpoint into safetensors files.
+"""Packing: what the weight files of a rank hold, and the content of one of their tensors.
 
-The layout is that of the operators' references: contiguous, in module order. Sizes are known from
-the module before any data is read, so headers are written first and tensors follow one by one; host
-memory holds one tensor at a time.
+The layout is that of the operators' references, contiguous, in module order, or one that kernels
+want. Sizes are known from the module before any data is read, so headers can be written first.
+`pieces` cuts tensors so that `weights` can stream them.
 """
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,8 @@ from inkrt.engines.interface import WeightSource
 from inkrt.errors import CheckpointError
 from inkrt.plugins.tactic import Packing, TensorArg
 
-MAX_FILE_BYTES = 16 * 2**30
+# What a build that is stopped may have to do again, times the number of ranks.
+MAX_FILE_BYTES = 4 * 2**30
 _CODES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.uint8: "U8", torch.int32: "I32"}
 
 
@@ -44,6 +43,14 @@ class PackedTensor:
     def num_bytes(self) -> int:
         """Size in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @classmethod
+    def packed(
+        cls, name: str, packing: Packing, sources: tuple["PackedTensor", ...]
+    ) -> "PackedTensor":
+        """The tensor that a packing makes of parameters."""
+        size = packing.num_bytes([TensorArg(source.shape, source.dtype) for source in sources])
+        return cls(name, (size,), torch.uint8, packing, sources)
 
 
 def packed_tensors(
@@ -68,8 +75,7 @@ def packed_tensors(
         if name in packed.packings:
             packing, storages = packed.packings[name]
             sources = tuple(plain[storage] for storage in storages)
-            size = packing.num_bytes([TensorArg(s.shape, s.dtype) for s in sources])
-            tensors.append(PackedTensor(name, (size,), torch.uint8, packing, sources))
+            tensors.append(PackedTensor.packed(name, packing, sources))
         elif name not in merged:
             tensors.append(tensor)
     return tensors
@@ -88,48 +94,24 @@ def split_files(tensors: list[PackedTensor]) -> list[list[PackedTensor]]:
     return files
 
 
-def pack_rank(
-    folder: Path,
-    rank: int,
-    tensors: list[PackedTensor],
+def pack(
+    tensor: PackedTensor,
     checkpoint: CheckpointSource,
     sources: Mapping[str, WeightSource],
     quantizer: Quantizer | None = None,
-) -> Iterator[tuple[Path, PackedTensor]]:
-    """Write `rank<r>-0000i-of-0000N.safetensors`; yields each tensor once it is written.
+) -> Tensor:
+    """The content of a tensor: contiguous, maybe memory of a mapped file, never to be written to.
 
     Args:
-        folder: of the files.
-        rank: r.
-        tensors: of the files, in order.
-        checkpoint: where they come from.
+        tensor: to make.
+        checkpoint: where it comes from.
         sources: by parameter.
         quantizer: keeps account of what it quantizes; None for nobody.
 
     Raises:
         CheckpointError: a source tensor is missing or unfit.
-        OSError: writing failed.
+        BuildError: a source tensor has values that the layout cannot hold.
     """
-    files = split_files(tensors)
-    quantizer = quantizer or Quantizer()
-    for number, content in enumerate(files, start=1):
-        path = folder / f"rank{rank}-{number:05}-of-{len(files):05}.safetensors"
-        with path.open("wb") as file:
-            file.write(_header(content))
-            for tensor in content:
-                data = _content(tensor, checkpoint, sources, quantizer)
-                file.write(data.flatten().view(torch.uint8).numpy().data)
-                yield path, tensor
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _content(
-    tensor: PackedTensor,
-    checkpoint: CheckpointSource,
-    sources: Mapping[str, WeightSource],
-    quantizer: Quantizer,
-) -> Tensor:
     if tensor.packing is None:
         return read_weight(tensor, checkpoint, sources[tensor.name], quantizer)
     parts = [
@@ -193,7 +175,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _header(tensors: list[PackedTensor]) -> bytes:
+def header_of(tensors: list[PackedTensor]) -> bytes:
     """The safetensors header: 8 bytes of length, JSON, spaces to a multiple of 8."""
     entries = {}
     offset = 0

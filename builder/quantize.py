@@ -90,6 +90,12 @@ class Quantizer:
         piece: Tensor = getattr(self._last[1], source.quantize.piece)
         return piece
 
+    def add(self, other: "Quantizer") -> None:
+        """Take over the account of another one."""
+        for key, sums in other.sums.items():
+            own = self.sums.setdefault(key, [0.0, 0.0])
+            own[:] = [mine + theirs for mine, theirs in zip(own, sums, strict=True)]
+
     def report(self) -> list[str]:
         """A line for every form: the relative error of each kind of matrices."""
         lines = []

@@ -190,12 +190,18 @@ class Packing:
         name: of the layout, e.g. "nvfp4_chunks"; equal names must mean equal bytes.
         pack: their tensors, one of each argument, to uint8 [num_bytes].
         num_bytes: size of the result for given shapes, one of each argument.
+        cuts_stacks: whether stacks of matrices [L, N, K] may be packed some matrices at a time, one
+            result behind the other.
+        row_unit: a matrix [N, K] may be packed a multiple of this many rows at a time likewise; 0:
+            only as a whole.
     """
 
     arguments: tuple[str, ...]
     name: str
     pack: Callable[..., Tensor]
     num_bytes: Callable[[Sequence[TensorArg]], int]
+    cuts_stacks: bool = False
+    row_unit: int = 0
 
 
 @dataclass(frozen=True, slots=True)

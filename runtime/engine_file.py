@@ -8,7 +8,7 @@ runtime reads them. Nothing here needs torch or a GPU, and nothing found in a fo
                                        "ratio/<step>" one of a ratio test,
                                        "cubin/<hash>" the code of GPU kernels,
                                        "template/<kind>" what fills dummy weights
-    rank0-00001-of-0000N.safetensors   packed weights of rank 0, each file under 16 GiB
+    rank0-00001-of-0000N.safetensors   packed weights of rank 0, each file 4 GiB or one tensor
     tokenizer.json, ...                copied from the checkpoint
 """
 

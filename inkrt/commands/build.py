@@ -1,5 +1,6 @@
 """ink-build: make an engine from a checkpoint. Its options are the fields of BuildOptions."""
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,11 @@ def build(
     *,
     options: BuildOptions,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write nothing; print what the engine would need.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Write nothing; print what the engine would need, and which GPUs hold it.",
+        ),
     ] = False,
     dump_graph: Annotated[
         Path | None,
@@ -43,11 +48,15 @@ def build(
             help="Then measure here what drafts cost, as ink-bench engine --costs does.",
         ),
     ] = False,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Threads that pack weights; 0: one per processor.")
+    ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Make an engine from a checkpoint.
 
-    The engine folder appears complete or not at all. No GPU is needed.
+    The engine folder appears complete or not at all; the same command goes on with a build that was
+    stopped. No GPU is needed.
     """
     if out is None and not dry_run:
         raise typer.BadParameter("name the engine folder with -o, or ask for --dry-run")
@@ -56,8 +65,9 @@ def build(
 
     from inkrt.builder.build import build_engine, prepare
     from inkrt.builder.checkpoint import open_checkpoint
-    from inkrt.builder.memory import require_fits
-    from inkrt.commands import engine_text
+    from inkrt.builder.memory import GPUS, positions_left, require_fits
+    from inkrt.builder.sizing import sizes_of
+    from inkrt.commands import engine_text, sizing_text
 
     started = time.monotonic()
 
@@ -67,12 +77,35 @@ def build(
 
     if out is None or dry_run:
         opened = open_checkpoint(checkpoint)
+        if not opened.names and draft_checkpoint is None:
+            progress("no tensors are there: sizes are those of config.json")
+            options = dataclasses.replace(options, weights="dummy")
         prepared = prepare(opened, options, progress, dump_graph, timing_cache, draft_checkpoint)
-        table = engine_text.memory(prepared.memory, prepared.state, prepared.plans)
-        console.say("\n".join(table))
-        require_fits(prepared.memory.total, options.target, options.tp_size)
+        memory = prepared.memory
+        sizes, scratch = sizes_of(prepared), memory.arena + memory.kept
+        left = {
+            gpu: [
+                0 if size.refusal else positions_left(gpu, size.held + scratch, size.position)
+                for size in sizes
+            ]
+            for gpu in GPUS
+        }
+        table = engine_text.memory(memory, prepared.state, prepared.plans)
+        console.say("\n".join([*table, "", *sizing_text.fits(sizes, scratch, left)]))
+        require_fits(memory.total, options.target, options.tp_size)
     else:
-        build_engine(checkpoint, out, options, progress, dump_graph, timing_cache, draft_checkpoint)
+        with console.byte_meter("packing weights", is_shown=not quiet) as meter:
+            build_engine(
+                checkpoint,
+                out,
+                options,
+                progress,
+                dump_graph,
+                timing_cache,
+                draft_checkpoint,
+                workers,
+                meter,
+            )
         if costs:
             from inkrt.commands.bench_speculation import keep_costs
 

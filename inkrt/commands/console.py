@@ -7,12 +7,14 @@ not fit this machine, 130 interrupted.
 Heavy modules are imported inside the commands, so that `--help` is instant.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
@@ -128,6 +130,43 @@ def can_color(stream: TextIO) -> bool:
     """
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not is_plain
+
+
+@contextlib.contextmanager
+def byte_meter(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal: share, GB/s and time left of what goes through many bytes.
+
+    Args:
+        what: is done.
+        is_shown: whether to show it where there is a terminal.
+
+    Yields:
+        Takes the bytes that are done and all bytes. The bar appears with the first call; what is
+        done then was done before.
+    """
+    if not (is_shown and sys.stderr.isatty()):
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as SpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), SpeedColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    task = bar.add_task(what, total=None, visible=False)
+
+    def advance(done: int, total: int) -> None:
+        if not bar.live.is_started:
+            bar.start()
+            bar.reset(task, total=total, completed=done, visible=True)
+        bar.update(task, completed=done)
+        if done == total:
+            bar.stop()
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
 
 
 def fail(message: str, exit_code: int) -> None:

@@ -17,7 +17,16 @@ from torch.nn.functional import pad
 from inkrt.errors import BuildError
 from inkrt.plugins import mxfp8, nvfp4
 from inkrt.plugins.tactic import Packing, TensorArg
-from inkrt.plugins.w4a16.packing import CHUNK_K, pack_bf16, pack_nvfp4, row_order
+from inkrt.plugins.w4a16.packing import (
+    CHUNK_K,
+    check_scales,
+    e5m3,
+    nvfp4_words,
+    pack_bf16,
+    row_order,
+    row_pieces,
+    take_rows,
+)
 
 Format = Literal["nvfp4", "bf16", "mxfp8"]
 
@@ -55,17 +64,24 @@ def pack_nvfp4_vectors(codes: Tensor, scales: Tensor, order: str) -> Tensor:
     Raises:
         BuildError: a scale is negative or no number, or N does not fit.
     """
-    *_, rows, half = codes.shape
-    width = 2 * half
+    *lead, rows, half = codes.shape
     _check_rows(rows)
-    extra = -width % CHUNK_K
-    chunks = pack_nvfp4(pad(codes, (0, extra // 2)), pad(scales, (0, extra // nvfp4.BLOCK)), order)
-    pieces = chunks.view(-1, (width + extra) // CHUNK_K, 4 * VECTOR_BYTES["nvfp4"])
-    of_codes = pieces[..., :2048].reshape(*pieces.shape[:2], 4, 512)
-    of_scales = pieces[..., 2048:].reshape(*pieces.shape[:2], 32, 4, 2)
-    of_scales = of_scales.transpose(-3, -2).flatten(-2)
-    vectors = torch.cat([of_codes, of_scales], dim=-1).flatten(1, 2)
-    return vectors[:, : num_vectors(width)].flatten()
+    check_scales(scales)
+    if extra := -half % (VECTOR_K // 2):
+        codes, scales = pad(codes, (0, extra)), pad(scales, (0, 2 * extra // nvfp4.BLOCK))
+    count, depth = num_vectors(2 * half), prod(lead)
+    packed = np.empty(num_bytes("nvfp4", *lead, rows, 2 * half), np.uint8)
+    of_codes = codes.reshape(depth, rows, -1)
+    of_scales = scales.reshape(depth, rows, -1)
+    for out, matrix, index in row_pieces(packed, depth, rows, order):
+        own_scales = take_rows(of_scales[matrix], index)
+        vectors = torch.from_numpy(out).view(-1, count, VECTOR_BYTES["nvfp4"])
+        words = nvfp4_words(take_rows(of_codes[matrix], index), own_scales)
+        vectors.view(torch.int32)[..., :128] = words
+        # From [tile, half of the tile, g, vector, k / 16].
+        ordered = e5m3(own_scales).reshape(-1, 2, 8, count, 4).transpose(0, 3, 2, 4, 1)
+        vectors[..., 512:] = torch.from_numpy(ordered.reshape(len(words), count, -1))
+    return torch.from_numpy(packed)
 
 
 def pack_bf16_vectors(weight: Tensor, order: str) -> Tensor:
@@ -73,6 +89,8 @@ def pack_bf16_vectors(weight: Tensor, order: str) -> Tensor:
     *_, rows, width = weight.shape
     _check_rows(rows)
     extra = -width % CHUNK_K
+    if not extra:
+        return pack_bf16(weight, order)
     packed = pack_bf16(pad(weight, (0, extra)), order)
     vectors = packed.view(-1, (width + extra) // VECTOR_K, VECTOR_BYTES["bf16"])
     return vectors[:, : num_vectors(width)].flatten()
@@ -103,13 +121,14 @@ def pack_mxfp8_vectors(codes: Tensor, exponents: Tensor, order: str) -> Tensor:
     of_exponents = exponents.reshape(depth, rows, width // mxfp8.BLOCK)
     extra = count * VECTOR_K - width
     for matrix in range(depth):
-        code, exponent = of_codes[matrix][index], of_exponents[matrix][index]
-        exponent = _checked(code, exponent)
+        code = of_codes[matrix].index_select(0, index)
+        exponent = _checked(code, of_exponents[matrix].index_select(0, index))
         code, exponent = pad(code, (0, extra)), pad(exponent, (0, extra // mxfp8.BLOCK))
-        # From [tile, half of the tile, g, vector, t, mma / 2, mma % 2, pair, k].
-        values = code.numpy().reshape(-1, 2, 8, count, 4, 2, 2, 2, 2)
-        ordered = values.transpose(0, 3, 5, 2, 4, 6, 7, 8, 1).reshape(-1, 1024)
-        packed[matrix, :, :1024] = ordered
+        # From [tile, half of the tile, g, vector, t, mma / 2] of [mma % 2, pair, k].
+        runs = code.numpy().view("V8").reshape(-1, 2, 8, count, 4, 2).transpose(1, 0, 3, 5, 2, 4)
+        upper, lower = torch.from_numpy(np.ascontiguousarray(runs).view(np.uint8).reshape(2, -1))
+        both = lower.to(torch.int16).bitwise_left_shift_(8).bitwise_or_(upper)
+        packed[matrix, :, :1024] = both.numpy().view(np.uint8).reshape(-1, 1024)
         # From [tile, half of the tile, g, vector, k / 32].
         scales = exponent.numpy().reshape(-1, 2, 8, count, 2)
         packed[matrix, :, 1024:] = scales.transpose(0, 3, 2, 4, 1).reshape(-1, 32)
@@ -124,6 +143,7 @@ def packing(kind: Format, weight: str, scales: str, order: Literal["plain", "gat
             f"bf16_vectors_{order}",
             lambda w: pack_bf16_vectors(w, order),
             lambda shapes: num_bytes("bf16", *shapes[0].shape),
+            cuts_stacks=True,
         )
     pack = pack_nvfp4_vectors if kind == "nvfp4" else pack_mxfp8_vectors
 
@@ -131,9 +151,8 @@ def packing(kind: Format, weight: str, scales: str, order: Literal["plain", "gat
         *lead, columns = shapes[0].shape
         return num_bytes(kind, *lead, columns * 2 if kind == "nvfp4" else columns)
 
-    return Packing(
-        (weight, scales), f"{kind}_vectors_{order}", lambda w, s: pack(w, s, order), size
-    )
+    name = f"{kind}_vectors_{order}"
+    return Packing((weight, scales), name, lambda w, s: pack(w, s, order), size, cuts_stacks=True)
 
 
 def _check_rows(rows: int) -> None:

@@ -9,6 +9,7 @@ are zero either way).
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -24,8 +25,12 @@ NVFP4_CHUNK_BYTES = 2304
 BF16_CHUNK_BYTES = 8192
 SCALE_BLOCK = 16
 _CODE_BYTES = 2048
-# Rows packed at a time: bounds the memory of intermediate arrays.
-_ROWS_AT_ONCE = 4096
+# Packed at a time: what intermediate arrays are a few times of. With less, threads that pack wait
+# more for each other (for the interpreter between operations) than caches gain.
+_BYTES_AT_ONCE = 2**21
+
+# Rows of which any multiple keeps its order by itself.
+_UNIT = {"plain": CHUNK_ROWS, "heads": 128, "gated": 0}
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -103,15 +108,27 @@ def pack_nvfp4(codes: Tensor, scales: Tensor, order: str = "plain") -> Tensor:
     width = half * 2
     flat_codes = codes.reshape(-1, num_rows, half)
     flat_scales = scales.view(torch.uint8).reshape(-1, num_rows, width // SCALE_BLOCK)
-    if int(flat_scales.max()) >= 0x7F:
-        raise BuildError(
-            f"packing: a scale byte is {int(flat_scales.max()):#04x}, expected e4m3 bytes below "
-            f"0x7f (no sign, no NaN); repair the checkpoint"
-        )
+    check_scales(scales)
     packed = np.empty(nvfp4_num_bytes(*lead, num_rows, width), np.uint8)
-    for out, matrix, index in _pieces(packed, flat_codes.shape[0], num_rows, order):
-        out[:] = _pack_rows(_take(flat_codes[matrix], index), _take(flat_scales[matrix], index))
+    depth = width // CHUNK_K
+    for out, matrix, index in row_pieces(packed, flat_codes.shape[0], num_rows, order):
+        own_scales = take_rows(flat_scales[matrix], index)
+        words = nvfp4_words(take_rows(flat_codes[matrix], index), own_scales)
+        chunks = torch.from_numpy(out).view(-1, depth, NVFP4_CHUNK_BYTES)
+        chunks.view(torch.int32)[..., : _CODE_BYTES // 4] = words.view(len(words), depth, -1)
+        # From [tile, half of the tile, g, chunk, vector, k / 16].
+        ordered = e5m3(own_scales).reshape(-1, 2, 8, depth, 4, 4).transpose(0, 3, 2, 5, 4, 1)
+        chunks[..., _CODE_BYTES:] = torch.from_numpy(ordered.reshape(len(words), depth, -1))
     return torch.from_numpy(packed)
+
+
+def check_scales(scales: Tensor) -> None:
+    """Raise BuildError for scales [..., N, K / 16] that are negative or NaN."""
+    if (largest := int(scales.view(torch.uint8).max())) >= 0x7F:
+        raise BuildError(
+            f"packing: a scale byte is {largest:#04x}, expected e4m3 bytes below 0x7f (no sign, no "
+            f"NaN); repair the checkpoint"
+        )
 
 
 def unpack_nvfp4(
@@ -155,11 +172,12 @@ def pack_bf16(weight: Tensor, order: str = "plain") -> Tensor:
         flat = torch.nn.functional.pad(flat, (0, padded_width(width) - width))
         width = flat.shape[-1]
     packed = np.empty(bf16_num_bytes(*lead, num_rows, width), np.uint8)
-    for out, matrix, index in _pieces(packed, flat.shape[0], num_rows, order):
-        rows = _take(flat[matrix], index).reshape(-1, 2, 8, width // 64, 4, 4, 2, 2)
-        # From [tile, half of the tile, g, vector, t, mma, pair, k].
-        ordered = np.ascontiguousarray(rows.transpose(0, 3, 5, 2, 4, 6, 1, 7))
-        out[:] = ordered.view(np.uint8).ravel()
+    for out, matrix, index in row_pieces(packed, flat.shape[0], num_rows, order):
+        # [tile, half of the tile, g, vector, t, mma, pair] of two k each.
+        rows = take_rows(flat[matrix], index).view(torch.int32).view(-1, 2, 8, width // 64, 4, 4, 2)
+        words = torch.from_numpy(out).view(torch.int32).view(len(rows), -1, 4, 8, 4, 2, 2)
+        for half, pair in product(range(2), range(2)):  # the rest moves in longer runs
+            words[..., pair, half] = rows[:, half, ..., pair].permute(0, 2, 4, 1, 3)
     return torch.from_numpy(packed)
 
 
@@ -178,7 +196,8 @@ def nvfp4_packing(codes: str, scales: str, order: str) -> Packing:
         *lead, half = shapes[0].shape
         return nvfp4_num_bytes(*lead, half * 2)
 
-    return Packing((codes, scales), f"nvfp4_chunks_{order}", _packer(pack_nvfp4, order), num_bytes)
+    name, pack = f"nvfp4_chunks_{order}", _packer(pack_nvfp4, order)
+    return Packing((codes, scales), name, pack, num_bytes, cuts_stacks=True, row_unit=_UNIT[order])
 
 
 def bf16_packing(weight: str, order: str) -> Packing:
@@ -187,7 +206,8 @@ def bf16_packing(weight: str, order: str) -> Packing:
     def num_bytes(shapes: Sequence[TensorArg]) -> int:
         return bf16_num_bytes(*shapes[0].shape)
 
-    return Packing((weight,), f"bf16_chunks_{order}", _packer(pack_bf16, order), num_bytes)
+    name, pack = f"bf16_chunks_{order}", _packer(pack_bf16, order)
+    return Packing((weight,), name, pack, num_bytes, cuts_stacks=True, row_unit=_UNIT[order])
 
 
 def _packer(pack: Callable[..., Tensor], order: str) -> Callable[..., Tensor]:
@@ -204,27 +224,38 @@ def _tiles(num_rows: int, width: int) -> int:
     return padded_rows(num_rows) // CHUNK_ROWS * (width // CHUNK_K)
 
 
-def _pieces(
+def row_pieces(
     packed: Bytes, matrices: int, num_rows: int, order: str
 ) -> list[tuple[Bytes, int, Tensor]]:
-    """Parts of `packed`, each with its matrix and the source rows (-1: padding)."""
+    """Parts of `packed` that are packed at a time.
+
+    Args:
+        packed: uint8, matrices of whole tiles one behind the other.
+        matrices: how many.
+        num_rows: of each, without padding.
+        order: of rows, see `row_order`.
+
+    Returns:
+        Each part with its matrix and the source rows (-1: padding).
+    """
     rows = torch.full((padded_rows(num_rows),), -1)
     source = row_order(order, num_rows)
     rows[:num_rows] = torch.arange(num_rows) if source is None else source
     row_bytes = packed.size // (matrices * len(rows))
+    step = max(_BYTES_AT_ONCE // row_bytes // CHUNK_ROWS, 1) * CHUNK_ROWS
     pieces = []
     for matrix in range(matrices):
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            index = rows[first : first + _ROWS_AT_ONCE]
+        for first in range(0, len(rows), step):
+            index = rows[first : first + step]
             start = (matrix * len(rows) + first) * row_bytes
             pieces.append((packed[start : start + len(index) * row_bytes], matrix, index))
     return pieces
 
 
-def _take(matrix: Tensor, index: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    """Rows of `matrix`; those of index -1 are zero."""
-    rows = matrix[index.clamp(min=0)].numpy()
-    rows[(index < 0).numpy()] = 0
+def take_rows(matrix: Tensor, index: Tensor) -> Tensor:
+    """A copy of rows of `matrix`; those of index -1 are zero."""
+    rows = matrix.index_select(0, index.clamp(min=0))
+    rows[index < 0] = 0
     return rows
 
 
@@ -241,29 +272,35 @@ def _restore(
     return restored
 
 
-def _pack_rows(
-    codes: np.ndarray[tuple[int, ...], np.dtype[np.generic]],
-    scales: np.ndarray[tuple[int, ...], np.dtype[np.generic]],
-) -> Bytes:
-    """Chunks of whole tiles: codes uint8 [R, K / 2], scales uint8 [R, K / 16]."""
+def nvfp4_words(codes: Tensor, scales: Tensor) -> Tensor:
+    """The codes of whole tiles as kernels read them.
+
+    Args:
+        codes: uint8 [R, K / 2]; those under a zero scale become zero.
+        scales: uint8 [R, K / 16].
+
+    Returns:
+        int32 [R / 16, K / 64, 128].
+    """
     num_rows, half = codes.shape
     empty = scales == 0
     if empty.any():
-        codes.reshape(num_rows, -1, 8)[empty] = 0
-    depth = half * 2 // CHUNK_K
-    # [tile, half of the tile, g, chunk, vector, t, mma, pair]
-    parts = codes.reshape(-1, 2, 8, depth, 4, 4, 4, 2)
-    table = _code_words()
-    words = table[0][parts[:, 0, ..., 0]]
-    words |= table[1][parts[:, 1, ..., 0]]
-    words |= table[2][parts[:, 0, ..., 1]]
-    words |= table[3][parts[:, 1, ..., 1]]
-    chunks = np.empty((len(parts), depth, NVFP4_CHUNK_BYTES), np.uint8)
-    ordered = np.ascontiguousarray(words.transpose(0, 2, 3, 1, 4, 5)).astype("<u4", copy=False)
-    chunks[..., :_CODE_BYTES] = ordered.view(np.uint8).reshape(len(parts), depth, _CODE_BYTES)
-    bytes_ = _to_e5m3()[scales].reshape(-1, 2, 8, depth, 4, 4).transpose(0, 3, 2, 5, 4, 1)
-    chunks[..., _CODE_BYTES:] = bytes_.reshape(len(parts), depth, -1)
-    return chunks.ravel()
+        codes.view(num_rows, -1, 8)[empty] = 0
+    # [half of the tile, tile, vector, g] of 32 bytes, which hold [t, mma, pair].
+    runs = codes.numpy().view("V32").reshape(-1, 2, 8, half // 32).transpose(1, 0, 3, 2)
+    pairs = torch.from_numpy(np.ascontiguousarray(runs).view(np.int16).reshape(2, -1))
+    upper, lower = (
+        table.index_select(0, half_.to(torch.int32).bitwise_and_(0xFFFF))
+        for table, half_ in zip(_pair_words(), pairs, strict=True)
+    )
+    return upper.bitwise_or_(lower).view(num_rows // CHUNK_ROWS, half // 32, -1)
+
+
+def e5m3(scales: Tensor) -> Bytes:
+    """Scales e4m3 as e5m3, uint8 of the same shape."""
+    index = scales.flatten().to(torch.int32)
+    wide: Bytes = torch.from_numpy(_to_e5m3()).index_select(0, index).numpy()
+    return wide.reshape(scales.shape)
 
 
 # Where the kernel's shifts and masks look for the bits (mantissa, low and high exponent bit, sign)
@@ -282,6 +319,15 @@ def _code_words() -> Words:
                     place = (places[bit % 4] + 16 * (bit // 4)) % 32
                     table[register, byte] |= np.uint32(1 << place)
     return table
+
+
+@cache
+def _pair_words() -> tuple[Tensor, Tensor]:
+    """Bits of a pair of bytes, the first one low, of a row g and of a row 8 + g: int32 [65536]."""
+    table = _code_words()
+    first, second = np.arange(2**16) % 256, np.arange(2**16) // 256
+    upper, lower = (table[row][first] | table[row + 2][second] for row in range(2))
+    return torch.from_numpy(upper.view(np.int32)), torch.from_numpy(lower.view(np.int32))
 
 
 def _extract(words: Words, register: int, second: int) -> Bytes:

@@ -203,7 +203,7 @@ def quantized_packing(form: Form, weights: str, scales: str) -> Packing:
         width = padded_width(columns * _CODES_PER_BYTE[form])
         return padded_rows(rows) // 16 * (width // 64) * VECTOR_BYTES[form]
 
-    return Packing((weights, scales), f"{form}_tiles", pack, num_bytes)
+    return Packing((weights, scales), f"{form}_tiles", pack, num_bytes, row_unit=16)
 
 
 def _largest_divisor(number: int, most: int) -> int:

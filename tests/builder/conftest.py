@@ -8,7 +8,7 @@ import pytest
 from small_model import OPTIONS, Refuse, write_small
 
 from inkrt.builder import build
-from inkrt.builder.build import build_engine, prepare
+from inkrt.builder.build import Prepared, build_engine, prepare
 from inkrt.builder.checkpoint import Checkpoint
 from inkrt.errors import InkError
 
@@ -25,6 +25,12 @@ def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "engine"
     build_engine(checkpoint, folder, OPTIONS)
     return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(checkpoint: Path) -> Prepared:
+    """Its traced and lowered steps with OPTIONS."""
+    return prepare(Checkpoint(checkpoint), OPTIONS)
 
 
 @pytest.fixture

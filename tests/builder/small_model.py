@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inkrt.builder.build import PAGE_TOKENS
-from inkrt.builder.checkpoint import Checkpoint
+from inkrt.builder.checkpoint import Checkpoint, CheckpointSource
 from inkrt.builder.lower import lower
 from inkrt.builder.options import BuildOptions
-from inkrt.builder.pack import packed_tensors, read_weight
+from inkrt.builder.pack import PackedTensor, packed_tensors, read_weight
 from inkrt.builder.trace import StepGraph, trace
+from inkrt.builder.weights import WeightWriter, plan_weights
+from inkrt.builder.writer import JOURNAL_NAME, Staging
 from inkrt.engines.inkling2.config import Inkling2Config, parse_config
 from inkrt.engines.inkling2.model import Inkling2
 from inkrt.engines.inkling2.weights import weight_sources
-from inkrt.engines.interface import Sharding, StateOptions
+from inkrt.engines.interface import Sharding, StateOptions, WeightSource
 from inkrt.engines.tiny import inkling2
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.errors import InkError
-from inkrt.runtime.engine_file import StepSpec
+from inkrt.runtime.engine_file import FileEntry, StepSpec
 from inkrt.runtime.plan import Plan
 
 # Changes a checkpoint; what `refuse` of conftest.py takes, and what it gives.
@@ -34,6 +36,8 @@ Refuse = Callable[[Damage], InkError | None]
 
 # Two steps and few pages: what most tests need of an engine, quickly built.
 OPTIONS = BuildOptions(max_verify_tokens=1, max_seq_len=200, prefill_chunk=16, towers="none")
+# Of weight files, so that the model has some.
+FILE_BYTES = 150_000
 STATE = StateOptions(num_slots=2, max_seq_len=200, page_tokens=PAGE_TOKENS)
 DECODE = StepSpec("decode", 1, 1)
 VERIFY3 = StepSpec("verify3", 3, 3)
@@ -114,6 +118,20 @@ def rank_states(tp_size: int, dtype: torch.dtype = torch.bfloat16) -> list[dict[
         }
         for _ in range(tp_size)
     ]
+
+
+def write_weights(
+    folder: Path,
+    tensors: list[PackedTensor],
+    checkpoint: CheckpointSource,
+    ranks: Sequence[Mapping[str, WeightSource]],
+    workers: int = 2,
+) -> dict[str, FileEntry]:
+    """Write the weight files of some ranks; gives what a journal says of them."""
+    staging = Staging(folder, "key")
+    WeightWriter(plan_weights(checkpoint, tensors, ranks), staging, workers).run()
+    (folder / JOURNAL_NAME).unlink()
+    return staging.finished
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

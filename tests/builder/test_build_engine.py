@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import errno
-import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -20,20 +18,14 @@ from small_model import OPTIONS, edit_tensors, files_of, write_small
 from torch import Tensor
 
 from inkrt.builder import build
-from inkrt.builder.build import Prepared, build_engine, prepare
-from inkrt.builder.checkpoint import Checkpoint
+from inkrt.builder.build import Prepared, build_engine
 from inkrt.builder.options import BuildOptions
 from inkrt.builder.writer import staged_folder
 from inkrt.errors import BuildError, CapacityError, CheckpointError, InkError
 from inkrt.runtime.engine import Engine
-from inkrt.runtime.engine_file import check_files, read_config, read_plans
+from inkrt.runtime.engine_file import read_config, read_plans
 from inkrt.runtime.executor import Sampling, StepInput
 from inkrt.runtime.executor.cpu import CpuExecutor
-
-
-@pytest.fixture(scope="module")
-def prepared(checkpoint: Path) -> Prepared:
-    return prepare(Checkpoint(checkpoint), OPTIONS)
 
 
 @pytest.fixture
@@ -66,64 +58,15 @@ def test_builds_are_byte_identical(checkpoint: Path, engine: Path, tmp_path: Pat
     assert files_of(tmp_path / "engine") == files_of(engine)
 
 
-def test_a_killed_build_leaves_nothing_under_its_name(
-    checkpoint: Path, engine: Path, prepared: Prepared, tmp_path: Path
-) -> None:
-    (tmp_path / "prepared").write_bytes(pickle.dumps(prepared))
-    target = tmp_path / "out" / "engine"
-    target.parent.mkdir()
-    arguments = [str(path) for path in (checkpoint, target, tmp_path / "prepared")]
-    result = subprocess.run(
-        [sys.executable, "kill_builds.py", *arguments],
-        cwd=Path(__file__).parent,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    moments: list[tuple[str, list[str]]] = json.loads(result.stdout)
-    names = [moment.split(":")[0] for moment, _ in moments]
-    # While weights, plans and configuration are written, then when the folder is synced and named.
-    assert "packed rank 0" in names
-    synced = [name for name in names if name.startswith("fsync ")]
-    assert synced[:3] == [
-        "fsync rank0-00001-of-00001.safetensors",
-        "fsync rank0.engine",
-        "fsync config.json",
-    ]
-    assert len(synced) == 5
-    *unfinished, renamed = [left for _, left in moments]
-    for name, left in zip(names, unfinished, strict=False):
-        assert "engine" not in left, name
-        # What the kill before this one left behind is gone: there is never more than one.
-        assert len(left) == (0 if name.startswith("checkpoint ") else 1), name
-    assert renamed == ["engine"]
-    assert files_of(target) == files_of(engine)
-    assert check_files(target, read_config(target), verify_hashes=True) == []
-
-
-def test_what_killed_builds_left_is_removed(
-    checkpoint: Path, engine: Path, tmp_path: Path, quick: None
-) -> None:
-    for name in (".engine.tmp-0123abcd", ".engine.tmp-ffffffff"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "rank0.engine").write_bytes(b"half")
-    kept = [".engine.tmp-mine", ".engine2.tmp-0123abcd", "engine.tmp-0123abcd"]
-    for name in kept:
-        (tmp_path / name).mkdir()
-    build_engine(checkpoint, tmp_path / "engine", OPTIONS)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["engine", *kept])
-    assert files_of(tmp_path / "engine") == files_of(engine)
-
-
 def test_a_build_leaves_another_ones_files_alone(tmp_path: Path) -> None:
     """Of two builds of one target at the same time, the first to end wins."""
     target = tmp_path / "engine[1]"
     with contextlib.ExitStack() as stack:
         slow = stack.enter_context(staged_folder(target, 0))
-        (slow / "x").write_text("slow")
+        (slow.folder / "x").write_text("slow")
         with staged_folder(target, 0) as fast:
-            (fast / "x").write_text("fast")
-        assert (slow / "x").read_text() == "slow"
+            (fast.folder / "x").write_text("fast")
+        assert (slow.folder / "x").read_text() == "slow"
         with pytest.raises(BuildError) as caught:
             stack.close()
     assert str(caught.value).startswith(f"writing {target} failed and was undone (")
@@ -153,37 +96,6 @@ def test_the_parent_must_exist(checkpoint: Path, tmp_path: Path) -> None:
     assert refusal(BuildError, checkpoint, target, OPTIONS) == expected
     (tmp_path / "a").touch()
     assert refusal(BuildError, checkpoint, target, OPTIONS) == expected
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_full_disk_is_told_and_leaves_nothing(
-    checkpoint: Path,
-    tmp_path: Path,
-    quick: None,
-    prepared: Prepared,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-) -> None:
-    """While weights, plans, configuration or the folder are written."""
-    calls = 0
-    fsync = os.fsync
-
-    def full(descriptor: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > number:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    target = tmp_path / "engine"
-    needed = prepared.weight_bytes + 64 * 2**20
-    assert refusal(CapacityError, checkpoint, target, OPTIONS) == (
-        f"the disk is full: writing {target} failed and was undone; the engine needs "
-        f"{needed:,} bytes"
-    )
-    assert calls == number + 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_small_disk_is_told_before_anything_is_written(

@@ -18,13 +18,14 @@ from small_model import (
     small_config,
     small_module,
     write_small,
+    write_weights,
 )
 from torch import Tensor
 
 from inkrt.builder import pack
 from inkrt.builder.build import build_engine
 from inkrt.builder.checkpoint import Checkpoint
-from inkrt.builder.pack import PackedTensor, pack_rank, packed_tensors, read_weight, split_files
+from inkrt.builder.pack import PackedTensor, packed_tensors, read_weight, split_files
 from inkrt.engines.inkling2.weights import weight_sources
 from inkrt.engines.interface import Part, Sharding, WeightSource
 
@@ -200,12 +201,14 @@ def test_all_spellings_pack_to_the_same_bytes(
             out = tmp_path / f"{source.name}-{tp_size}-{moe_split}"
             out.mkdir()
             opened = Checkpoint(source)
-            for rank in range(tp_size):
-                sharding = Sharding(tp_size, moe_split)
-                sources = weight_sources(small_config(), opened.names, rank, sharding)
+            sharding = Sharding(tp_size, moe_split)
+            ranks = [
+                weight_sources(small_config(), opened.names, rank, sharding)
+                for rank in range(tp_size)
+            ]
+            for sources in ranks:
                 assert set(sources) == {tensor.name for tensor in tensors}
-                written = list(pack_rank(out, rank, tensors, opened, sources))
-                assert [tensor for _, tensor in written] == tensors
+            write_weights(out, tensors, opened, ranks)
             contents.append(files_of(out))
         assert contents[0] == contents[1]
         assert len(contents[0]) == tp_size
@@ -309,8 +312,8 @@ def test_a_tensor_of_an_odd_number_of_bytes_may_come_first(tmp_path: Path) -> No
     }
     dtypes = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
     tensors = [PackedTensor(name, tuple(x.shape), dtypes[name]) for name, x in values.items()]
-    (path, *_), *_ = pack_rank(tmp_path, 0, tensors, Checkpoint(tmp_path), sources)
-    loaded = load_file(path)
+    (name,) = write_weights(tmp_path, tensors, Checkpoint(tmp_path), [sources])
+    loaded = load_file(tmp_path / name)
     for name, value in values.items():
         assert loaded[name].dtype == dtypes[name]
         assert torch.equal(loaded[name].float() + 1, value + 1)

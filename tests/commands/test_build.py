@@ -1,6 +1,7 @@
 """ink-build makes an engine that the other commands can use; its options are BuildOptions."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,9 +81,29 @@ def test_dry_run_tells_the_memory_and_writes_nothing(checkpoint: Path, engine: P
     result = invoke(checkpoint, "--dry-run", "--quiet", *FLAGS)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
-    total = result.stdout.splitlines()[-1].split()
+    (total,) = (line.split() for line in result.stdout.splitlines() if line.startswith("total"))
     assert total[:2] == ["total", f"{read_config(engine).memory.total:,}"]
     assert sorted(checkpoint.parent.rglob("*")) == before
+
+
+def test_dry_run_needs_a_config_only(checkpoint: Path, engine: Path, tmp_path: Path) -> None:
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    result = invoke(tmp_path, "--dry-run", *FLAGS)
+    assert result.exit_code == 0, result.output
+    assert "no tensors are there: sizes are those of config.json" in result.stderr
+    config = read_config(engine)
+    assert f"total {config.memory.total:,} " in " ".join(result.stdout.split())
+    lines = result.stdout.splitlines()
+    table = lines[lines.index("") + 1 :]
+    assert table[0].split()[-8:] == ["tp", "1", "tp", "2", "tp", "4", "tp", "8"]
+    # Four heads of keys and values, of 8 float32 numbers each, in two layers with full attention.
+    (position,) = (line for line in table if line.startswith("a position of context"))
+    assert position.split()[4:] == ["512", "B", "256", "B", "128", "B", "-"]
+    (h100,) = (line for line in table if line.strip().startswith("NVIDIA H100"))
+    held = config.memory.total - config.memory.paged_state
+    left = (81_559 * 2**20 - 2**30 - held) // 512
+    assert h100.split()[2] == f"{left:,}"
+    assert table[-1].startswith("tp 8: tp size 8 does not divide ")
 
 
 def test_every_build_option_is_a_flag() -> None:
