@@ -8,6 +8,8 @@ import torch
 
 from inkrt.errors import BuildError
 from inkrt.plugins.moe.packing import VECTOR_BYTES, VECTOR_K, Format, num_vectors, packing
+from inkrt.plugins.moe.projecting import VECTOR_BYTES as PROJECTION_BYTES
+from inkrt.plugins.moe.projecting import Projecting
 from inkrt.plugins.moe.sizes import (
     MOST_HIDDEN_BYTES,
     MOST_ROUTER_ROWS,
@@ -57,10 +59,18 @@ ROUTER_REGISTERS, REGISTERS_BESIDE, REGISTERS = 40, 72, 80
 REGISTERS_BESIDE_MIX, MIX_BYTES = 64, 16 * 1024
 # Of several tokens: 192 x 80 + 768 x 64.
 MOST_TOKENS_BESIDE, REGISTERS_OF_SEVERAL_BESIDE = 4, 64
+# Of a mix by slices; and of what sends to all ranks.
+MIX_BESIDE_BYTES, _SENDING_BYTES = 2048, 256
 
 
-def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
-    """The kernels for bf16 activations."""
+def find_tactics(target: str, args: CallArgs, projects: Projecting | None = None) -> list[Tactic]:
+    """The kernels for bf16 activations.
+
+    Args:
+        target: e.g. "sm_90a".
+        args: of the call.
+        projects: what the last launch goes on with; only by words.
+    """
     x = tensor_arg(args, "x")
     if target not in GPU_TARGETS or x.dtype != torch.bfloat16:
         return []
@@ -89,8 +99,10 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             is_partial=bool(args["partial"]),
             has_rank=args["rank"] is not None,
             variant=variant,
+            projects=projects,
         )
         for variant in variants(dims, num_tokens)
+        if projects is None or (variant.by_words and not variant.is_narrow(num_tokens))
     ]
 
 
@@ -211,26 +223,48 @@ def rows_of_router(dims: MoeDims) -> int:
     return min(-(-dims.experts // MULTIPROCESSORS), MOST_ROUTER_ROWS)
 
 
-def shared_bytes(dims: MoeDims, num_tokens: int, variant: Variant, stages: int, turns: int) -> int:
-    """Shared memory of a block of experts.cu."""
-    return experts_bytes(
+def shared_bytes(
+    dims: MoeDims, num_tokens: int, variant: Variant, stages: int, turns: int,
+    projects: Projecting | None = None, slots: int = 0,
+) -> int:  # fmt: skip
+    """Shared memory of a block of experts.cu; `slots` of a warp are for what it projects."""
+    ring, inputs, barriers = 0, 0, 0
+    if projects is not None:
+        ring, inputs = slots * PROJECTION_BYTES, projects.input_bytes
+        barriers = projects.barrier_bytes(slots)
+    own = experts_bytes(
         dims, min(num_tokens, MAX_TOKENS), stages, num_blocks(dims), turns,
         own_scores=variant.own_scores, early=variant.early, narrow=variant.is_narrow(num_tokens),
+        ring=ring, inputs=inputs,
     )  # fmt: skip
+    return own + barriers
 
 
-def stages_and_turns(dims: MoeDims, num_tokens: int, variant: Variant) -> tuple[int, int]:
-    """Stages of a warp, 0 if none fit, and tiles that are shared between two barriers."""
+def room_for(dims: MoeDims, num_tokens: int, variant: Variant, projects: Projecting | None) -> int:
+    """Shared memory that a block of experts.cu may have."""
     room = MAX_SMEM
     if variant.is_beside:
         router = router_bytes(dims, rows_of_router(dims), num_tokens, beside=True)
         room = SM_BYTES - 2048 - (MIX_BYTES if variant.own_scores else router)
+    if projects is not None:
+        room = min(room, SM_BYTES - 2048 - MIX_BESIDE_BYTES) - _SENDING_BYTES
+    return room
+
+
+def stages_and_turns(
+    dims: MoeDims, num_tokens: int, variant: Variant, projects: Projecting | None = None
+) -> tuple[int, int]:
+    """Stages of a warp, 0 if none fit, and tiles that are shared between two barriers."""
+    room = room_for(dims, num_tokens, variant, projects)
 
     def most_stages(turns: int) -> int:
         fitting = (
             n
             for n in range(2, MOST_STAGES + 1)
-            if shared_bytes(dims, num_tokens, variant, n, turns) <= room
+            if shared_bytes(
+                dims, num_tokens, variant, n, turns, projects, least_slots(dims, projects, n)
+            )
+            <= room
         )
         return max(fitting, default=0)
 
@@ -242,9 +276,32 @@ def stages_and_turns(dims: MoeDims, num_tokens: int, variant: Variant) -> tuple[
     return most_stages(turns), turns
 
 
+def least_slots(dims: MoeDims, projects: Projecting | None, stages: int) -> int:
+    """Vectors of projections that stand where a warp's stages were; at least one."""
+    if projects is None:
+        return 0
+    return max(1, stages * STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind] // PROJECTION_BYTES)
+
+
+def most_slots(
+    dims: MoeDims, variant: Variant, stages: int, turns: int, projects: Projecting | None
+) -> int:
+    """The same with what memory is left."""
+    slots = least_slots(dims, projects, stages)
+    if projects is None:
+        return slots
+    num_tokens = projects.num_tokens
+    room = room_for(dims, num_tokens, variant, projects)
+    while slots < projects.most_vectors:
+        if shared_bytes(dims, num_tokens, variant, stages, turns, projects, slots + 1) > room:
+            break
+        slots += 1
+    return slots
+
+
 def moe(
     dims: MoeDims, num_tokens: int, *, route_scale: float, gate_cap: float, up_cap: float,
-    is_partial: bool, has_rank: bool, variant: Variant,
+    is_partial: bool, has_rank: bool, variant: Variant, projects: Projecting | None = None,
 ) -> Tactic:  # fmt: skip
     """Router and experts; parameters are the arguments of the operator `moe`.
 
@@ -260,6 +317,7 @@ def moe(
         is_partial: the result is this rank's part, float32.
         has_rank: whether the rank holds whole experts.
         variant: one of `variants`.
+        projects: what the last launch goes on with, beside the mix behind it; up to 8 tokens.
 
     Raises:
         BuildError: sizes that the kernels do not take.
@@ -292,14 +350,17 @@ def moe(
     blocks = num_blocks(dims)
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
     own = variant.own_scores
-    stages, turns = stages_and_turns(dims, num_tokens, variant)
+    stages, turns = stages_and_turns(dims, num_tokens, variant, projects)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
+    slots = most_slots(dims, variant, stages, turns, projects)
     is_nvfp4 = dims.kind == "nvfp4"
     registers = REGISTERS
     if variant.is_beside:
         registers = REGISTERS_BESIDE_MIX if own else REGISTERS_BESIDE
         if num_tokens > 1:
             registers = REGISTERS_OF_SEVERAL_BESIDE
+    if projects is not None:
+        registers = REGISTERS_BESIDE_MIX
     meeting: tuple[Scratch, ...] = (
         Scratch("hidden", rows * dims.top_k * dims.width * 2),
         Scratch("arrivals", 8, fill=0),
@@ -347,6 +408,12 @@ def moe(
         ("NARROW", int(variant.is_narrow(num_tokens))),
         ("ROUTER_ROWS", own_router_rows(dims)), ("ROUTER_THREADS", router_threads(dims.hidden)),
     )  # fmt: skip
+    behind: tuple[Param, ...] = ()
+    if projects is not None:
+        of_stages = stages * STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
+        ring = max(of_stages, slots * PROJECTION_BYTES)
+        defines = (*defines, *projects.defines(slots), ("RING_BYTES", ring))
+        behind = projects.params()
     experts = [
         KernelLaunch(
             source=_FOLDER / "experts.cu",
@@ -354,8 +421,8 @@ def moe(
             defines=defines,
             grid=(blocks, 1, 1),
             block=(WARPS * 32, 1, 1),
-            params=(*common, Int32(first)),
-            smem_bytes=shared_bytes(dims, num_tokens, variant, stages, turns),
+            params=(*common, Int32(first), *behind),
+            smem_bytes=shared_bytes(dims, num_tokens, variant, stages, turns, projects, slots),
         )
         for first in range(0, num_tokens, MAX_TOKENS)
     ]
