@@ -128,12 +128,13 @@ class BuildOptions:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
         if self.sums != "mix" and (self.target == "cpu" or self.tp_size == 1):
             raise ConfigError(
-                f"sums {self.sums!r} is for several ranks on GPUs, got target {self.target} and tp size "
-                f"{self.tp_size}; leave the option out"
+                f"sums {self.sums!r} is for several ranks on GPUs, got target {self.target} and tp "
+                f"size {self.tp_size}; leave the option out"
             )
         if self.sums != "mix" and self.keep_intermediates:
             raise ConfigError(
-                f"sums {self.sums!r} leaves no intermediate results to keep; leave one of the options out"
+                f"sums {self.sums!r} leaves no intermediate results to keep; leave one of the "
+                "options out"
             )
 
 

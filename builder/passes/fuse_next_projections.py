@@ -40,8 +40,9 @@ def _fuse(mix: Node, target: str) -> None:
     fused = insert_call(mix, "moe_conv_mix", args, mix)
     for node, first in ((mix, 0), (group, 2)):
         for item in list(node.users):
-            source, index = item.args
+            index = item.args[1]
             assert item.target is operator.getitem
+            assert isinstance(index, int)
             item.args = (fused, first + index)
     for item in sorted(fused.users, reverse=True):  # readers of products may stand further ahead
         fused.append(item)
@@ -52,11 +53,13 @@ def _fuse(mix: Node, target: str) -> None:
 
 def _queries(mix: Node) -> dict[Node, int]:
     """Results of a mix's queries, by the nodes that select them."""
-    select = torch.ops.aten.select.int
-    return {
-        user: int(user.args[2])
-        for item in mix.users
-        if item.target is operator.getitem and item.args[1] == 1
-        for user in item.users
-        if user.target is select and user.args[1] == 0
-    }
+    found = {}
+    for item in mix.users:
+        if item.target is not operator.getitem or item.args[1] != 1:
+            continue
+        for user in item.users:
+            if user.target is torch.ops.aten.select.int and user.args[1] == 0:
+                query = user.args[2]
+                assert isinstance(query, int)
+                found[user] = query
+    return found

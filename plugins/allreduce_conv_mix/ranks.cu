@@ -20,7 +20,7 @@ static_assert(SENT || !HANDS, "who sends goes on");
 
 // Of rows that other blocks wait for, too, those that a thread asks for at once: more would not fit
 // its registers.
-constexpr int AT_ONCE = RANKS <= 2 ? 3 : 3 - (RANKS > 4 || HANDS) - (SPLIT == 2);
+constexpr int AT_ONCE = RANKS <= 2 ? 3 : 3 - (RANKS > 4) - (SPLIT == 2 || HANDS);
 
 // The sums of the rows that a thread convolves, in the model's dtype.
 struct SumOfRanks {

@@ -4,8 +4,16 @@ from dataclasses import dataclass
 
 from inkrt.errors import BuildError
 from inkrt.plugins.moe.sizes import WARPS
-from inkrt.plugins.tactic import CallArgs, Output, Param, Pointer, Scratch
-from inkrt.plugins.tactic import number_list_arg, tensor_arg, tensor_list_arg
+from inkrt.plugins.tactic import (
+    CallArgs,
+    Output,
+    Param,
+    Pointer,
+    Scratch,
+    number_list_arg,
+    tensor_arg,
+    tensor_list_arg,
+)
 from inkrt.plugins.w4a16.packing import padded_width
 from inkrt.plugins.w4a16.ring_tactics import split_of
 

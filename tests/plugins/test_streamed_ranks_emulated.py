@@ -20,7 +20,7 @@ from test_conv_mix_ranks_emulated import Memory, call_args, make_arguments
 from test_pushed_ranks_emulated import TARGET, Pair, moe_arguments
 
 from inkrt.builder.tactics import find_tactics
-from inkrt.plugins.moe import tactics as moe_tactics
+from inkrt.plugins.moe import variants as moe_variants
 from inkrt.plugins.tactic import Output, Pointer, Scratch, Tactic
 
 pytestmark = [
@@ -146,7 +146,7 @@ def test_bits_are_those_of_launches_one_by_one(
     query_of: list[int], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # Blocks: as few as can be their own router.
-    monkeypatch.setattr(moe_tactics, "MULTIPROCESSORS", BLOCKS)
+    monkeypatch.setattr(moe_variants, "MULTIPROCESSORS", BLOCKS)
     streamed = Streamed(name, width, num_tokens, rows, query_of, 3)
     apart = streamed.apart
     tactic = apart.apart(apart.senders[0])

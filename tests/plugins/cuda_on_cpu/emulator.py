@@ -102,10 +102,10 @@ class Emulator:
         order = self.seed + 1 if self.seed else int(self.reverse)
         order = -order if self.rest else order
         scratch = {param.name for param in kernel.params if isinstance(param, Scratch)}
+        ended = None if predecessor is None else ctypes.addressof(predecessor)
         library.emu_run(
             *kernel.grid, kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
-            order, int(bool(scratch & _MEETINGS)),
-            ctypes.c_void_p(None if predecessor is None else ctypes.addressof(predecessor)), pointers,
+            order, int(bool(scratch & _MEETINGS)), ctypes.c_void_p(ended), pointers,
         )  # fmt: skip
 
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
