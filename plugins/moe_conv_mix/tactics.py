@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from inkrt.plugins.allreduce_conv_mix.pushed import pushed_pairs
 from inkrt.plugins.moe.projecting import Projecting, projecting
-from inkrt.plugins.moe.tactics import MIX_BESIDE_BYTES
 from inkrt.plugins.moe.tactics import find_tactics as find_moe
+from inkrt.plugins.moe.variants import MIX_BESIDE_BYTES
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.tactic import CallArgs, KernelLaunch, Scratch, Tactic, tensor_arg
 from inkrt.plugins.w4a16.packing import bf16_packing
