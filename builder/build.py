@@ -162,8 +162,8 @@ def prepare(
         target.chooser = TacticChooser(options.target, times)
     elif timing_cache is not None:
         raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
-    keeps, pushes = options.keep_intermediates, options.sums == "pushed"
-    passes = passes_for(options.target, keeps_intermediates=keeps, pushes_sums=pushes)
+    keeps, sums = options.keep_intermediates, options.sums
+    passes = passes_for(options.target, keeps_intermediates=keeps, sums=sums)
     started = time.monotonic()
     modules = list(step_modules(definition, model, options, dtype, state, drafter))
     further = tower_steps(towers, options.tp_size, dtype)

@@ -80,10 +80,11 @@ class BuildOptions:
         default="checkpoint",
         metadata={"help": "quantize attention projections (Inkling-2); checkpoint: as they are"},
     )
-    sums: Literal["mix", "pushed"] = field(
+    sums: Literal["mix", "pushed", "streamed"] = field(
         default="mix",
         metadata={
-            "help": "pushed: products of several ranks send their sums themselves (GPU only)"
+            "help": "of several ranks on GPUs; pushed: products send their sums themselves; "
+            "streamed: experts do, and go on with the next layer's projections"
         },
     )
     weights: Literal["real", "dummy"] = field(
@@ -119,20 +120,21 @@ class BuildOptions:
             ("spec", ("auto", "none", "dspark", "mtp")),
             ("towers", ("auto", "none")),
             ("projections", ("checkpoint", "mxfp8", "nvfp4")),
-            ("sums", ("mix", "pushed")),
+            ("sums", ("mix", "pushed", "streamed")),
             ("weights", ("real", "dummy")),
             ("moe_split", ("experts", "width")),
         ):
             if (got := getattr(self, name)) not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {got!r}")
-        if self.sums == "pushed" and (self.target == "cpu" or self.tp_size == 1):
+        if self.sums != "mix" and (self.target == "cpu" or self.tp_size == 1):
             raise ConfigError(
-                f"sums 'pushed' is for several ranks on GPUs, got target {self.target} and tp size "
-                f"{self.tp_size}; leave the option out"
+                f"sums {self.sums!r} is for several ranks on GPUs, got target {self.target} and tp "
+                f"size {self.tp_size}; leave the option out"
             )
-        if self.sums == "pushed" and self.keep_intermediates:
+        if self.sums != "mix" and self.keep_intermediates:
             raise ConfigError(
-                "sums 'pushed' leaves no intermediate results to keep; leave one of the options out"
+                f"sums {self.sums!r} leaves no intermediate results to keep; leave one of the "
+                "options out"
             )
 
 

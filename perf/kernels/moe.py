@@ -29,10 +29,11 @@ import torch
 from w4a16_backend import Buffer, bind
 from w4a16_gpu import Gpu, cubin, time_graph
 
-from inkrt.plugins.moe import tactics
+from inkrt.plugins.moe import variants as moe_variants
 from inkrt.plugins.moe.packing import VECTOR_BYTES, Format, num_bytes
 from inkrt.plugins.moe.sizes import MoeDims
-from inkrt.plugins.moe.tactics import moe, variants
+from inkrt.plugins.moe.tactics import moe
+from inkrt.plugins.moe.variants import variants
 from inkrt.plugins.tactic import KernelLaunch, Output, Scratch, Tactic
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4608, 2304, 384, 8
@@ -209,11 +210,11 @@ def main() -> None:
     parser.add_argument("--tp", nargs="+", type=int, default=[4, 2])
     parser.add_argument("--splits", nargs="+", default=["width", "experts"])
     parser.add_argument("--phases", action="store_true")
-    parser.add_argument("--most-stages", type=int, default=tactics.MOST_STAGES)
+    parser.add_argument("--most-stages", type=int, default=moe_variants.MOST_STAGES)
     parser.add_argument("--tactics", nargs="+", help="names; all if there are none")
     parser.add_argument("--cubins", type=Path, default=Path("/tmp/ink-cubins"))
     args = parser.parse_args()
-    tactics.MOST_STAGES = args.most_stages
+    moe_variants.MOST_STAGES = args.most_stages
     gpu = Gpu(args.cubins)
     ranks = [dims_of(k, s, tp) for k in args.formats for tp in args.tp for s in args.splits]
     kernels = [

@@ -34,7 +34,7 @@ struct Shared {
 
 template <class Source>
 struct ConvMix {
-  static constexpr bool WAITS_LATE = false;
+  static constexpr bool WAITS_LATE = false, HANDS_ON = false;
 
   Source source;
   int token;
@@ -98,14 +98,22 @@ struct ConvMix {
   }
   INK_DEVICE void finish(int column, int i, const Four (&s)[MIX_SOURCES],
                          const float (&c)[MIX_SOURCES], float inverse) {
+    store_four<false>(out, result_at(column, i), result(i, s, c, inverse));
+  }
+
+ protected:
+  INK_DEVICE size_t result_at(int column, int i) const {
+    return (size_t)i * num_rows * WIDTH + at(column);
+  }
+  // Of query i, not rounded.
+  INK_DEVICE Four result(int i, const Four (&s)[MIX_SOURCES], const float (&c)[MIX_SOURCES],
+                         float inverse) const {
     Four y = ResidualMix::mixed(s, c);
     const Four w = four_of(norm[i]);
 #pragma unroll
     for (int e = 0; e < 4; e++) y.v[e] = __fmul_rn(__fmul_rn(y.v[e], inverse), w.v[e]);
-    store_four<false>(out, (size_t)i * num_rows * WIDTH + at(column), y);
+    return y;
   }
-
- protected:
   // The new residual, not rounded.
   INK_DEVICE Four sum_with_residual() const {
     const Four update = round_four(short_conv::convolve<true>(x, taps));

@@ -80,8 +80,7 @@ def _sending(kernel: KernelLaunch, num_ranks: int, peers: Peers) -> KernelLaunch
     params: list[Param] = [peers if param == Output(0) else param for param in kernel.params]
     live = InputPointer("num_tokens")
     if kernel.entry == "moe_experts":  # in front of `rows` and `first`
-        assert all(isinstance(param, Int32) for param in params[-2:])
-        params.insert(-2, live)
+        params.insert(next(i for i, param in enumerate(params) if isinstance(param, Int32)), live)
     else:
         params.append(live)
     # `Push` of push.cuh, behind what is aligned to 128 bytes as a whole.

@@ -18,6 +18,8 @@
 // EARLY: no warp waits for activations but those of the expert that it multiplies next (early.cuh).
 // By words only.
 // PUSHES: values go to all ranks at once, see push.cuh; `out` is a table of peers.
+// PROJECTS: behind them come the input projections of what follows, see projections.cuh. A warp's
+// stages have RING_BYTES.
 // TRACE: that many clocks of every block, taken by its first thread.
 #ifndef EARLY
 #define EARLY 0
@@ -37,6 +39,15 @@
 #include "all_reduce/push.cuh"
 #endif
 
+#ifndef PROJECTS
+#define PROJECTS 0
+#endif
+#if PROJECTS
+#include "projections.cuh"
+#else
+#define RING_BYTES (STAGES * STAGE_BYTES)
+#endif
+
 #ifndef TRACE
 #define TRACE 0
 #endif
@@ -50,19 +61,24 @@
 static_assert(!BY_WORDS || HIDDEN_SHARED, "they go to shared memory");
 static_assert(!PUSHES || (TRIGGER == 1 && IS_PARTIAL && !IS_CHUNK), "see push.cuh");
 static_assert(!EARLY || (BY_WORDS && !IS_CHUNK), "rows come word by word");
+static_assert(!PROJECTS || (PUSHES && BY_WORDS), "what is behind waits for words");
+static_assert(STAGES * STAGE_BYTES <= RING_BYTES, "room for stages");
 static_assert(!OWN_SCORES || (BY_WORDS && !IS_CHUNK), "scores are words of all tokens");
 
 // Rows are padded, so that they start in different banks.
 constexpr int Z_STRIDE = HIDDEN + 8, HIDDEN_STRIDE = DOWN_VECTORS * VECTOR_K + 8;
 using Partial = float[TOKEN_COLUMNS * TOP_K * PARTS * 16];  // [token][slot][part][row]
 struct Shared {
-  alignas(128) u8 stages[WARPS][STAGES * STAGE_BYTES];
+  alignas(128) u8 stages[WARPS][RING_BYTES];
 #if EARLY && ONE_TOKEN
   alignas(16) bf16 hidden[TOKENS * TOP_K * HIDDEN_STRIDE];
   alignas(16) Partial partial[MOST_ROW_TILES];
 #endif
   union {
     alignas(16) bf16 z[TOKENS * Z_STRIDE];
+#if PROJECTS
+    alignas(16) bf16 x[TOKENS * X_STRIDE];
+#endif
 #if EARLY && ONE_TOKEN
 #elif HIDDEN_SHARED
     alignas(16) bf16 hidden[TOKENS * TOP_K * HIDDEN_STRIDE];
@@ -87,6 +103,9 @@ struct Shared {
 #endif
 #if PUSHES
   Push push;
+#endif
+#if PROJECTS
+  ProjectionMemory projections;
 #endif
 };
 
@@ -123,6 +142,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                 const int* live_rows,
 #endif
                 int rows, int first
+#if PROJECTS
+                ,
+                const u8* w0, const u8* w1, const u8* w2, const u8* w3, const u8* w4, const u8* w5,
+                const u8* w6, const u8* w7, bf16* y0, bf16* y1, bf16* y2, bf16* y3, bf16* y4,
+                bf16* y5, bf16* y6, bf16* y7, bf16* mixed, const u64* soon
+#endif
 #if TRACE
                 ,
                 long long* trace
@@ -150,6 +175,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   Work work(gate_up, down, choice, b, warp);
   Piece my_piece = {down, 0, 0, 0};  // of stage `lane`
   if (IS_KNOWN) my_piece = work.piece(lane);
+#if PROJECTS
+  sm.projections.init();
+#endif
 #if PUSHES
   const Peers* const peers = (const Peers*)out;
   const Push::Asked asked = Push::asked(peers, error, live_rows);
@@ -234,7 +262,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   turn_over<THREADS>((bf16*)(parts + (~turn & 1) * PART_VALUES), (const bf16*)handed,
                      PART_VALUES / 4, b, BLOCKS);
 #endif
+#if PROJECTS
+  constexpr int MIXED_VALUES = MIXED_QUERIES * TOKENS * HIDDEN;
+  const bf16* const inputs = mixed + (turn & 1) * MIXED_VALUES;
+  turn_over<THREADS>(mixed + (~turn & 1) * MIXED_VALUES, inputs, MIXED_VALUES / 8, b, BLOCKS);
+#else
   if (tid == 0) turns[b] = turn + 1;  // all have read it
+#endif
 #endif
 #if PUSHES
   sm.push.keep(push_word, peers);
@@ -507,4 +541,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   }
 #endif
   MARK(11);
+#if PROJECTS
+  const u8* const matrices[8] = {w0, w1, w2, w3, w4, w5, w6, w7};
+  bf16* const products[8] = {y0, y1, y2, y3, y4, y5, y6, y7};
+  Projections projections(matrices, products, sm.projections, sm.stages[warp], b, warp, lane);
+  projections.begin(error);
+  projections.multiply(sm.x, &sm.sums[0][0][0][0], inputs, soon, turn + 1,
+                       min(T, (int)sm.push.words[2]), error);
+  if (tid == 0) turns[b] = turn + 1;
+  MARK(12);
+#endif
 }

@@ -1,12 +1,12 @@
-// ROWS rows of PIECES x 8 values on their way to padded rows in shared memory: all loads, then all
+// NUM_ROWS rows of PIECES x 8 values on their way to padded rows in shared memory: all loads, then all
 // stores. All threads.
 #ifndef INK_MOE_ROWS_CUH
 #define INK_MOE_ROWS_CUH
 #include "words.cuh"
 
-template <int PIECES, int ROWS, int THREADS>
+template <int PIECES, int NUM_ROWS, int THREADS>
 struct Rows {
-  static constexpr int COUNT = (ROWS * PIECES + THREADS - 1) / THREADS;
+  static constexpr int COUNT = (NUM_ROWS * PIECES + THREADS - 1) / THREADS;
   uint4 piece[COUNT];
 
   INK_DEVICE void load(const bf16* from, int rows) {
@@ -23,7 +23,7 @@ struct Rows {
 #pragma unroll
     for (int n = 0; n < COUNT; n++) {
       const int i = threadIdx.x + n * THREADS;
-      const u32 none = i < ROWS * PIECES && wanted(i / PIECES) ? EMPTY : 0;
+      const u32 none = i < NUM_ROWS * PIECES && wanted(i / PIECES) ? EMPTY : 0;
       piece[n] = make_uint4(none, none, none, none);
     }
 #pragma unroll 1

@@ -89,8 +89,22 @@ def most_block_tiles(dims: MoeDims, rows: int, blocks: int) -> int:
 def experts_bytes(
     dims: MoeDims, rows: int, stages: int, blocks: int, turns: int, *,
     own_scores: bool = False, early: bool = False, narrow: bool = False,
+    ring: int = 0, inputs: int = 0,
 ) -> int:  # fmt: skip
-    """`Shared` of experts.cu."""
+    """`Shared` of experts.cu, without what sends and what projects.
+
+    Args:
+        dims: sizes.
+        rows: tokens.
+        stages: of a warp.
+        blocks: of the launch.
+        turns: of shared tiles between two barriers.
+        own_scores: whether the launch is its own router.
+        early: whether activations come by expert.
+        narrow: whether sums and route have no more places than tokens need.
+        ring: bytes of a warp's stages, if more than they need.
+        inputs: bytes of projections' inputs.
+    """
     columns = 1 if rows == 1 else MAX_TOKENS
     sum_columns = -(-rows // 2) * 2 if narrow and rows > 1 else columns
     most_tiles = most_block_tiles(dims, rows, blocks)
@@ -116,9 +130,9 @@ def experts_bytes(
     operands = min(rows * dims.top_k, dims.own_experts) * parts
     places = buffers * turns * at_once
     return struct_bytes(
-        (WARPS * stages * stage, 128),
+        (WARPS * max(stages * stage, ring), 128),
         *apart,
-        (max(z, 0 if apart else in_shared if is_shared else partial), 16),
+        (max(z, inputs, 0 if apart else in_shared if is_shared else partial), 16),
         (max(sums, partial if is_shared and not apart else 0), 16),
         (route, 4),
         (WARPS * stages * 8, 8),

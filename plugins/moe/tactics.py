@@ -1,28 +1,40 @@
 """How `moe` runs on a GPU: router.cu, then experts.cu for every eight tokens, or that alone."""
 
-from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
 import torch
 
 from inkrt.errors import BuildError
-from inkrt.plugins.moe.packing import VECTOR_BYTES, VECTOR_K, Format, num_vectors, packing
+from inkrt.plugins.moe.packing import VECTOR_BYTES, VECTOR_K, Format, packing
+from inkrt.plugins.moe.projecting import VECTOR_BYTES as PROJECTION_BYTES
+from inkrt.plugins.moe.projecting import Projecting
 from inkrt.plugins.moe.sizes import (
     MOST_HIDDEN_BYTES,
-    MOST_ROUTER_ROWS,
-    PART_VECTORS,
     SLICE_VECTORS,
     STAGE_VECTORS,
     WARPS,
     MoeDims,
-    experts_bytes,
     hidden_bytes,
-    most_block_tiles,
     own_router_rows,
     router_bytes,
     router_shares,
     router_threads,
+)
+from inkrt.plugins.moe.variants import (
+    REGISTERS,
+    REGISTERS_BESIDE,
+    REGISTERS_BESIDE_MIX,
+    REGISTERS_OF_SEVERAL_BESIDE,
+    ROUTER_REGISTERS,
+    ROUTER_REGISTERS_OF_SEVERAL,
+    Variant,
+    most_slots,
+    num_blocks,
+    rows_of_router,
+    shared_bytes,
+    stages_and_turns,
+    variants,
 )
 from inkrt.plugins.tactic import (
     GPU_TARGETS,
@@ -38,29 +50,20 @@ from inkrt.plugins.tactic import (
     number_arg,
     tensor_arg,
 )
-from inkrt.plugins.w4a16.shapes import MAX_SMEM, MAX_TOKENS, MULTIPROCESSORS
+from inkrt.plugins.w4a16.shapes import MAX_TOKENS
 
 _FOLDER = Path(__file__).parent
 _FORMATS: dict[Format, int] = {"nvfp4": 0, "bf16": 1, "mxfp8": 2}
 
-MOST_STAGES = 8
-# Bytes of a block that are to be on their way: about twice what the latency of the memory asks for.
-LEAST_IN_FLIGHT = 60_000
-# Of a multiprocessor; a block takes 1024 bytes more than it asks for.
-SM_BYTES = 228 * 1024
-# Registers of a thread.
-# Of several tokens 384 x 80, beside two blocks of `allreduce_conv_mix`.
-ROUTER_REGISTERS_OF_SEVERAL = 80
-# Beside each other: 192 x 40 + 768 x 72 of 65536 registers; or, where there is no
-# router, 768 x 64 + 128 x 120 of an `allreduce_conv_mix`, which takes some KB.
-ROUTER_REGISTERS, REGISTERS_BESIDE, REGISTERS = 40, 72, 80
-REGISTERS_BESIDE_MIX, MIX_BYTES = 64, 16 * 1024
-# Of several tokens: 192 x 80 + 768 x 64.
-MOST_TOKENS_BESIDE, REGISTERS_OF_SEVERAL_BESIDE = 4, 64
 
+def find_tactics(target: str, args: CallArgs, projects: Projecting | None = None) -> list[Tactic]:
+    """The kernels for bf16 activations.
 
-def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
-    """The kernels for bf16 activations."""
+    Args:
+        target: e.g. "sm_90a".
+        args: of the call.
+        projects: what the last launch goes on with; only by words.
+    """
     x = tensor_arg(args, "x")
     if target not in GPU_TARGETS or x.dtype != torch.bfloat16:
         return []
@@ -89,162 +92,16 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             is_partial=bool(args["partial"]),
             has_rank=args["rank"] is not None,
             variant=variant,
+            projects=projects,
         )
         for variant in variants(dims, num_tokens)
+        if projects is None or (variant.by_words and not variant.is_narrow(num_tokens))
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A way to run the experts; bits are the same.
-
-    Attributes:
-        is_beside: a block leaves room for the router's, or, if it is its own, for one of what comes
-            before and next; else it has more weights on their way. Of up to four tokens; of several
-            by words, and with a router of its own.
-        by_words: blocks wait for each other's activations themselves, not at a counter. Only where
-            activations stand in shared memory.
-        by_bulk: all weights come by bulk copies, not the first stages only.
-        share_rows: row tiles that do not go round all blocks are shared by all. Of several tokens
-            by words, where one warp has an expert's whole K.
-        own_scores: the launch of the experts is its own router, so there is one launch. Of up to
-            eight tokens by words.
-        early: a warp waits for the activations of the expert that it multiplies next, not for all.
-            Of up to eight tokens by words.
-    """
-
-    is_beside: bool
-    by_words: bool
-    by_bulk: bool
-    share_rows: bool = False
-    own_scores: bool = False
-    early: bool = False
-
-    def is_narrow(self, num_tokens: int) -> bool:
-        """Whether route and sums have room for no more than `num_tokens` tokens."""
-        return self.early or (self.is_beside and num_tokens > 1)
-
-    @property
-    def name(self) -> str:
-        """Of the tactic."""
-        parts = {
-            "one": self.own_scores, "beside": self.is_beside, "words": self.by_words,
-            "bulk": self.by_bulk, "rows": self.share_rows, "early": self.early,
-        }  # fmt: skip
-        return "_".join(["moe", *(part for part, is_so in parts.items() if is_so)])
-
-
-def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
-    """What `moe` takes for these sizes, first the way with which whole steps took least time."""
-    is_shared = hidden_bytes(dims, min(num_tokens, MAX_TOKENS)) <= MOST_HIDDEN_BYTES
-    blocks, row_tiles = num_blocks(dims), dims.hidden // 16
-    can_share = (
-        is_shared
-        and num_tokens > 1
-        and num_vectors(dims.width) <= PART_VECTORS
-        and row_tiles > blocks
-        and row_tiles % blocks > 0
-    )
-    can_score = (
-        is_shared
-        and num_tokens <= MAX_TOKENS
-        and dims.experts % 4 == 0
-        and own_router_rows(dims) * blocks >= dims.experts
-    )
-    shared = [
-        Variant(is_beside=False, by_words=True, by_bulk=by_bulk, share_rows=True)
-        for by_bulk in (False, True)
-        if can_share
-    ]
-    found = [
-        *shared,
-        *(
-            Variant(is_beside=is_beside, by_words=by_words, by_bulk=by_bulk)
-            for by_words in ((False, True) if is_shared else (False,))
-            for is_beside in ((True, False) if num_tokens == 1 else (False,))
-            for by_bulk in (False, True)
-        ),
-        *(
-            Variant(
-                is_beside=is_beside,
-                by_words=True,
-                by_bulk=True,
-                share_rows=share_rows,
-                own_scores=True,
-            )
-            for is_beside in ((True, False) if num_tokens == 1 else (False,))
-            for share_rows in ((False, True) if can_share else (False,))
-            if can_score
-        ),
-    ]
-    # What is not measured comes last: of one token beside others, of several with shared rows.
-    early = [
-        replace(variant, early=True)
-        for variant in found
-        if variant.by_words
-        and num_tokens <= MAX_TOKENS
-        and variant.is_beside == (num_tokens == 1)
-        and variant.share_rows == (can_share and num_tokens > 1)
-    ]
-    # Nor are these. With bulk copies, early ones would spill.
-    beside = [
-        Variant(is_beside=True, by_words=True, by_bulk=False, share_rows=can_share, early=is_early)
-        for is_early in (False, True)
-        if is_shared and 1 < num_tokens <= MOST_TOKENS_BESIDE
-    ]
-    stage = WARPS * STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
-    new = [
-        variant
-        for variant in (*early, *beside)
-        if stages_and_turns(dims, num_tokens, variant)[0] * stage > LEAST_IN_FLIGHT
-    ]
-    return [*found, *new]
-
-
-def num_blocks(dims: MoeDims) -> int:
-    """Blocks of experts.cu."""
-    return min(MULTIPROCESSORS, max(dims.hidden // 16, dims.width // 8))
-
-
-def rows_of_router(dims: MoeDims) -> int:
-    """Experts of a block of router.cu."""
-    return min(-(-dims.experts // MULTIPROCESSORS), MOST_ROUTER_ROWS)
-
-
-def shared_bytes(dims: MoeDims, num_tokens: int, variant: Variant, stages: int, turns: int) -> int:
-    """Shared memory of a block of experts.cu."""
-    return experts_bytes(
-        dims, min(num_tokens, MAX_TOKENS), stages, num_blocks(dims), turns,
-        own_scores=variant.own_scores, early=variant.early, narrow=variant.is_narrow(num_tokens),
-    )  # fmt: skip
-
-
-def stages_and_turns(dims: MoeDims, num_tokens: int, variant: Variant) -> tuple[int, int]:
-    """Stages of a warp, 0 if none fit, and tiles that are shared between two barriers."""
-    room = MAX_SMEM
-    if variant.is_beside:
-        router = router_bytes(dims, rows_of_router(dims), num_tokens, beside=True)
-        room = SM_BYTES - 2048 - (MIX_BYTES if variant.own_scores else router)
-
-    def most_stages(turns: int) -> int:
-        fitting = (
-            n
-            for n in range(2, MOST_STAGES + 1)
-            if shared_bytes(dims, num_tokens, variant, n, turns) <= room
-        )
-        return max(fitting, default=0)
-
-    # As many tiles as cost no stage, of one token all that it can.
-    if num_tokens == 1:
-        turns = min(8, most_block_tiles(dims, 1, num_blocks(dims)))
-    else:
-        turns = 1 if most_stages(2) < most_stages(1) else 2
-    return most_stages(turns), turns
 
 
 def moe(
     dims: MoeDims, num_tokens: int, *, route_scale: float, gate_cap: float, up_cap: float,
-    is_partial: bool, has_rank: bool, variant: Variant,
+    is_partial: bool, has_rank: bool, variant: Variant, projects: Projecting | None = None,
 ) -> Tactic:  # fmt: skip
     """Router and experts; parameters are the arguments of the operator `moe`.
 
@@ -260,6 +117,7 @@ def moe(
         is_partial: the result is this rank's part, float32.
         has_rank: whether the rank holds whole experts.
         variant: one of `variants`.
+        projects: what the last launch goes on with, beside the mix behind it; up to 8 tokens.
 
     Raises:
         BuildError: sizes that the kernels do not take.
@@ -292,14 +150,17 @@ def moe(
     blocks = num_blocks(dims)
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
     own = variant.own_scores
-    stages, turns = stages_and_turns(dims, num_tokens, variant)
+    stages, turns = stages_and_turns(dims, num_tokens, variant, projects)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
+    slots = most_slots(dims, variant, stages, turns, projects)
     is_nvfp4 = dims.kind == "nvfp4"
     registers = REGISTERS
     if variant.is_beside:
         registers = REGISTERS_BESIDE_MIX if own else REGISTERS_BESIDE
         if num_tokens > 1:
             registers = REGISTERS_OF_SEVERAL_BESIDE
+    if projects is not None:
+        registers = REGISTERS_BESIDE_MIX
     meeting: tuple[Scratch, ...] = (
         Scratch("hidden", rows * dims.top_k * dims.width * 2),
         Scratch("arrivals", 8, fill=0),
@@ -347,6 +208,12 @@ def moe(
         ("NARROW", int(variant.is_narrow(num_tokens))),
         ("ROUTER_ROWS", own_router_rows(dims)), ("ROUTER_THREADS", router_threads(dims.hidden)),
     )  # fmt: skip
+    behind: tuple[Param, ...] = ()
+    if projects is not None:
+        of_stages = stages * STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
+        ring = max(of_stages, slots * PROJECTION_BYTES)
+        defines = (*defines, *projects.defines(slots), ("RING_BYTES", ring))
+        behind = projects.params()
     experts = [
         KernelLaunch(
             source=_FOLDER / "experts.cu",
@@ -354,8 +221,8 @@ def moe(
             defines=defines,
             grid=(blocks, 1, 1),
             block=(WARPS * 32, 1, 1),
-            params=(*common, Int32(first)),
-            smem_bytes=shared_bytes(dims, num_tokens, variant, stages, turns),
+            params=(*common, Int32(first), *behind),
+            smem_bytes=shared_bytes(dims, num_tokens, variant, stages, turns, projects, slots),
         )
         for first in range(0, num_tokens, MAX_TOKENS)
     ]

@@ -13,7 +13,8 @@ from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.pack import PackedTensor
 from inkrt.commands.bench_routing import launch_routing, step_routing, summary
 from inkrt.plugins.moe.sizes import MoeDims
-from inkrt.plugins.moe.tactics import Variant, moe
+from inkrt.plugins.moe.tactics import moe
+from inkrt.plugins.moe.variants import Variant
 from inkrt.plugins.router.op import router
 from inkrt.plugins.router_top_k.op import router_top_k
 from inkrt.runtime.executor import Sampling, StepInput

@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT / "perf/kernels"), str(Path(__file__).parent / "cuda_on
 from emulator import COMPILER, Emulator  # noqa: E402
 from moe_checks import MOE, arguments_of, cases, error, rows_of, run_on, tactics_of  # noqa: E402
 
-from inkrt.plugins.moe import tactics  # noqa: E402
+from inkrt.plugins.moe import variants  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU"),
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_near_the_reference(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tactics, "MULTIPROCESSORS", FEW)
+    monkeypatch.setattr(variants, "MULTIPROCESSORS", FEW)
     arguments = arguments_of(CASES[name])
     expected = MOE.op(**arguments)
     emulator = Emulator(folder, reverse=len(name) % 2 == 1)
@@ -48,7 +48,7 @@ def test_near_the_reference(name: str, folder: Path, monkeypatch: pytest.MonkeyP
 def test_bits_depend_on_neither_the_width_nor_blocks(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tactics, "MULTIPROCESSORS", FEW)
+    monkeypatch.setattr(variants, "MULTIPROCESSORS", FEW)
     arguments = arguments_of(CASES[name])
     num_rows = len(arguments["x"])
     whole, *others = tactics_of(arguments)
@@ -56,7 +56,7 @@ def test_bits_depend_on_neither_the_width_nor_blocks(
     for tactic in others:
         assert torch.equal(run_on(Emulator(folder), tactic, arguments), together)
     for number, (first, last) in enumerate([(0, 1), (1, 3), (num_rows - 1, num_rows)]):
-        monkeypatch.setattr(tactics, "MULTIPROCESSORS", (1, 4, 12)[number])
+        monkeypatch.setattr(variants, "MULTIPROCESSORS", (1, 4, 12)[number])
         some = rows_of(arguments, first, last)
         for tactic in tactics_of(some):
             got = run_on(Emulator(folder, reverse=True), tactic, some)
@@ -68,7 +68,7 @@ def test_a_launch_takes_nothing_from_those_before(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Activations and scores that are their own flags, in slots that are used again."""
-    monkeypatch.setattr(tactics, "MULTIPROCESSORS", FEW)
+    monkeypatch.setattr(variants, "MULTIPROCESSORS", FEW)
     arguments = arguments_of(CASES[name])
     inputs = [arguments["x"] * factor for factor in (1, -2, 3, 0.5, -1)]
     emulator = Emulator(folder)
@@ -85,7 +85,7 @@ def test_of_equal_scores_the_lowest_ids_are_taken(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores that are all alike, or one of three, within a lane, a warp and between warps."""
-    monkeypatch.setattr(tactics, "MULTIPROCESSORS", FEW)
+    monkeypatch.setattr(variants, "MULTIPROCESSORS", FEW)
     arguments = arguments_of(CASES[name])
     alike = {**arguments, "router_weight": torch.zeros_like(arguments["router_weight"])}
     ids = torch.arange(len(arguments["router_bias"]))

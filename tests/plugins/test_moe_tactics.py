@@ -13,7 +13,8 @@ from inkrt.builder.compile import compile_cubin
 from inkrt.errors import BuildError
 from inkrt.plugins.moe.packing import Format
 from inkrt.plugins.moe.sizes import MoeDims
-from inkrt.plugins.moe.tactics import (
+from inkrt.plugins.moe.tactics import moe
+from inkrt.plugins.moe.variants import (
     MIX_BYTES,
     REGISTERS_BESIDE,
     REGISTERS_BESIDE_MIX,
@@ -21,7 +22,6 @@ from inkrt.plugins.moe.tactics import (
     ROUTER_REGISTERS,
     ROUTER_REGISTERS_OF_SEVERAL,
     SM_BYTES,
-    moe,
     variants,
 )
 from inkrt.plugins.tactic import KernelLaunch, Scratch, Tactic

@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT / "perf/kernels"), str(Path(__file__).parent / "cuda_on
 from emulator import COMPILER, Emulator  # noqa: E402
 from moe_checks import MOE, arguments_of, cases, error, rows_of, run_on, tactics_of  # noqa: E402
 
-from inkrt.plugins.moe import tactics  # noqa: E402
+from inkrt.plugins.moe import variants  # noqa: E402
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bits_of_experts_do_not_depend_on_the_order(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tactics, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(variants, "MULTIPROCESSORS", 3)
     arguments = arguments_of(cases()[name])
     first, *_ = found = tactics_of(arguments)
     expected = run_on(Emulator(folder), first, arguments)
@@ -51,7 +51,7 @@ def test_early_experts_have_the_bits_of_others(
     num_rows: int, way: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In random orders. A block's row tiles are several, with activations of other warps."""
-    monkeypatch.setattr(tactics, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(variants, "MULTIPROCESSORS", 3)
     arguments = rows_of(arguments_of(cases()["T8_like_nano"]), 0, num_rows)
     first, *others = tactics_of(arguments)
     expected = run_on(Emulator(folder), first, arguments)
@@ -70,7 +70,7 @@ def test_sums_of_early_experts_take_places_in_turn(
 
     Neither a tile's sums before they are added up, nor activations where z is still read.
     """
-    monkeypatch.setattr(tactics, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(variants, "MULTIPROCESSORS", 1)
     generator = torch.Generator().manual_seed(4)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_sums_of_early_experts_take_places_in_turn(
 
 def test_warps_that_ask_for_nearly_32_stages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """30 are used, and as many requests as there are places in the ring come behind them."""
-    monkeypatch.setattr(tactics, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(variants, "MULTIPROCESSORS", 1)
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from test_conv_mix_ranks_emulated import Memory, call_args, make_arguments
 
 from inkrt.builder.tactics import find_tactics
 from inkrt.plugins.allreduce_conv_mix.pushed import pushed_pairs, with_own_scratch
-from inkrt.plugins.moe import tactics as moe_tactics
+from inkrt.plugins.moe import variants as moe_variants
 from inkrt.plugins.registry import plugins
 from inkrt.plugins.tactic import Output, Param, Pointer, Tactic
 from inkrt.runtime.executor.peers import RankSlice, describe_error
@@ -215,7 +215,7 @@ def test_moe(
 ) -> None:
     """Slices of experts and whole ones; whole steps are in test_inkling2_ranks_emulated.py."""
     # Blocks: as few as can be their own router.
-    monkeypatch.setattr(moe_tactics, "MULTIPROCESSORS", 8)
+    monkeypatch.setattr(moe_variants, "MULTIPROCESSORS", 8)
     products = [moe_arguments(name, rank) for rank in range(2)]
     pair = Pair("moe", products, width, num_tokens, 2, 6)
     ways = [tactic for tactic in pair.pairs if tactic.name.endswith("_slices")]
