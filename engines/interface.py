@@ -269,8 +269,8 @@ class DraftTarget:
         has_embed_norm: whether it norms the rows of the embedding.
         has_mlp_conv: whether a layer's output passes a convolution, before which it can be tapped.
         unembed: its parameter that projects to the vocabulary.
-        has_final_tap: whether what this projection reads can be tapped too, as if it were the output
-            of one more layer.
+        has_final_tap: whether what this projection reads can be tapped too, as if it were the
+            output of one more layer.
     """
 
     hidden_size: int

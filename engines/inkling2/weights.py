@@ -149,6 +149,7 @@ class TextMap(RankMap):
         return sources
 
     def attention(self, layer: int) -> dict[str, WeightSource]:
+        """Of a layer's attention."""
         config, shape = self.config, self.config.attention(layer)
         hidden, taps = config.hidden_size, config.conv_kernel_size
         q_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -241,6 +242,7 @@ class TextMap(RankMap):
             )
 
     def experts(self, layer: int) -> dict[str, WeightSource]:
+        """Of a layer's router and experts, in any form."""
         config, spell = self.config, self.spell
         num_experts, hidden = config.n_routed_experts, config.hidden_size
         width = config.moe_intermediate_size
@@ -289,6 +291,7 @@ class TextMap(RankMap):
         return WeightSource((amax, denominator), is_quotient=True)
 
     def unembed(self) -> WeightSource:
+        """Of the projection to the vocabulary."""
         config, used = self.config, self.config.unpadded_vocab_size
         stored = config.vocab_size if self.spell.is_publisher else used
         return self.vocabulary(self.spell.lm_head, stored, used, config.hidden_size)

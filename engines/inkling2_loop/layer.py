@@ -15,7 +15,7 @@ from inkrt.engines.inkling2_loop.config import Inkling2LoopConfig
 from inkrt.engines.interface import Sharding, StateOptions, StepInputs
 from inkrt.engines.parts import ink, parameter
 
-# Sources [T, D] of a layer's messages, and a query each, [4, D]: for queries, keys, values, experts.
+# Sources [T, D] of a layer's messages; their queries [4, D]: for queries, keys, values, experts.
 Messages = tuple[list[Tensor], Tensor]
 
 

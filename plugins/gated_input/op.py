@@ -7,7 +7,7 @@
 
 u_i is row i of `mixed`, or its only row. RMS(x) = x / sqrt(mean(x^2) + eps). What is not said to be
 rounded is float32; products and sums of o_i are rounded one by one. Nothing mixes tokens.
-Source: `Inkling2LoopMessageGate` and `Inkling2LoopMessageAttentionResidual` of transformers. Letters:
+Source: `Inkling2LoopMessageGate`, `Inkling2LoopMessageAttentionResidual` of transformers. Letters:
 T tokens, D hidden size, m mixed inputs, n sources of messages, g results, r rank of the gates, M
 messages of a layer.
 """

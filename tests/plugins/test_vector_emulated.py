@@ -16,8 +16,8 @@ from inkrt.plugins.registry import Case, Plugin, plugins  # noqa: E402
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
 
 OPERATORS = (
-    "allreduce_conv_mix", "concat", "kv_write", "l2_clip", "qkv_post", "residual_add",
-    "residual_mix", "rms_norm", "rope", "short_conv", "sigmoid_gate", "silu_mul",
+    "allreduce_conv_mix", "concat", "gated_input", "kv_write", "l2_clip", "qkv_post",
+    "residual_add", "residual_mix", "rms_norm", "rope", "short_conv", "sigmoid_gate", "silu_mul",
     "sum_parts",
 )  # fmt: skip
 CASES = [
