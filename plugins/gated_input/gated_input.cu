@@ -90,12 +90,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     bulk_prefetch(gain, THREADS * RANK * sizeof(bf16));
   }
   queries += (size_t)(first + result) * WIDTH;
-  const bf16* const norms[] = {w0, w1, w2};
-  const float norm = to_float((bf16)load_weight2(norms[result] + column));
+  const bf16* const weights_of_norm = result == 0 ? w0 : result == 1 ? w1 : w2;
+  const float norm = to_float((bf16)load_weight2(weights_of_norm + column));
   pdl_wait();
   cluster_wait();
 
-  const bf16* former[] = {f0, f1, f2};
+  const bf16* const former[] = {f0, f1, f2};
   const size_t row = (size_t)token * WIDTH;
   mixed += ((size_t)(OWN_MIXED ? result : 0) * num_rows) * WIDTH + row;
   float sums[SUMS];

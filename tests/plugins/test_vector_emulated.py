@@ -20,12 +20,14 @@ OPERATORS = (
     "residual_add", "residual_mix", "rms_norm", "rope", "short_conv", "sigmoid_gate", "silu_mul",
     "sum_parts",
 )  # fmt: skip
+# They take long, or ways that others take too.
+SLOW = {"full_width", "without_norms_in_whole_slices", "kernel_full", "kernel_one"}
 CASES = [
     pytest.param(
         plugins()[name],
         case,
         id=f"{name}/{case.name}",
-        marks=[pytest.mark.slow] if case.name == "full_width" else [],
+        marks=[pytest.mark.slow] if case.name in SLOW else [],
     )
     for name in OPERATORS
     for case in plugins()[name].cases()
