@@ -68,8 +68,8 @@ def test_logits_and_visits_are_those_of_transformers(
     reference = Reference(make_checkpoint(dtype), dtype)
     with Engine.open(make_engine(dtype, 2)) as engine:
         check = ParityCheck(engine, reference)
-        for length, chunk in ((3, 2), (LENGTH, None), (23, 1)):
-            report = check.run(prompt(length), chunk, num_decoded=3)
+        for length, chunk in ((3, 2), (LENGTH, None), (5, 1)):
+            report = check.run(prompt(length), chunk, num_decoded=1)
             assert report.max_relative_error <= EXACT_PARITY[dtype].relative_error
             assert report.top1_agreement == 1
             if dtype == "bfloat16" or chunk is not None:
@@ -78,6 +78,7 @@ def test_logits_and_visits_are_those_of_transformers(
         assert len(reference.layer_outputs) == 15
 
 
+@SLOW
 def test_a_wrong_visit_is_found(make_checkpoint: Make, make_engine: Make) -> None:
     """Gates of layer 3 are read in visits 7 and 11, and nowhere before."""
     with Engine.open(make_engine("bfloat16", 2)) as engine:
@@ -94,7 +95,7 @@ def test_a_wrong_visit_is_found(make_checkpoint: Make, make_engine: Make) -> Non
 
 def test_steps_of_any_width_leave_the_same_state(make_engine: Make) -> None:
     """Verify steps with rejected drafts against a run token by token, bit by bit."""
-    tokens = prompt(40)
+    tokens = prompt(25)  # over the end of a convolution's ring
     with Engine.open(make_engine("bfloat16", 2)) as engine:
         with engine.session() as plain:
             logits = [plain.step([token], Sampling()).logits[0] for token in tokens]
