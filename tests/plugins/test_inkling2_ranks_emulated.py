@@ -56,16 +56,6 @@ DRAFTER = {
     "dspark_num_hidden_layers": 1,
     "dspark_layer_types": ["full_attention"],
 }
-# A looped model of four layers, two of which have a second visit; the drafter taps that of layer 2
-# and the final state.
-LOOP = {
-    "model_type": "inkling2_loop_text",
-    "num_hidden_layers": 4,
-    "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid_sliding"],
-    "n_layers_per_attn_res_block": 1,
-    "loop_config": {"core_start": 1, "core_end": 3, "num_passes": 2, "gate_rank": 16},
-    "dspark_target_layer_ids": [4, 6],
-}
 # A launch of a bf16 model that adds in another order.
 NEAR = 2e-2
 
@@ -158,8 +148,8 @@ def size_of(spec: TensorSpec) -> int:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
-    """Of a model, by default of two layers; what is built of it has sources for code."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a model of two layers; what is built of it has sources for code."""
 
     def compile_cubin(source: Path, defines: Sequence[object], _target: str) -> bytes:
         return repr((str(source), tuple(defines))).encode()
@@ -168,7 +158,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     monkeypatch.setattr("inkrt.builder.build.compile_cubin", compile_cubin)
     model = json.loads(MODEL.read_text()) | DRAFTER
     model |= {"num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"]}
-    model |= getattr(request, "param", {})
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(model))
     return tmp_path
@@ -225,7 +214,6 @@ def test_pushed_sums_have_the_bits_of_others(folder: Path) -> None:
         assert np.array_equal(ours, other)
 
 
-@pytest.mark.parametrize("folder", [{}, LOOP], ids=["plain", "looped"], indirect=True)
 def test_steps_are_those_of_the_cpu(folder: Path) -> None:
     expected: list[list[list[torch.Tensor]]] = []
     with Engine.open(build(folder, "cpu")) as on_cpu, on_cpu.session() as session:
