@@ -96,7 +96,8 @@ def trace(
             node.name = node.target = name
     exported.graph_module.recompile()
     row_parallel = module.row_parallel_weights()  # type: ignore[operator]
-    return _graph(exported, step, row_parallel, tp_size, dtype, {**inputs, **further})
+    shared = _names_of_shared(module)
+    return _graph(exported, step, row_parallel, tp_size, dtype, {**inputs, **further}, shared)
 
 
 def trace_tower(
@@ -123,7 +124,7 @@ def trace_tower(
         if node.name in own:
             node.name = node.target = list(inputs)[own.index(node.name)]
     exported.graph_module.recompile()
-    graph = _graph(exported, step, frozenset(), tp_size, dtype, inputs)
+    graph = _graph(exported, step, frozenset(), tp_size, dtype, inputs, {})
     graph.outputs = ("features",)
     return graph
 
@@ -143,13 +144,21 @@ def _graph(
     tp_size: int,
     dtype: torch.dtype,
     inputs: Mapping[str, torch.Tensor],
+    shared: Mapping[str, str],
 ) -> StepGraph:
     weights, buffers = {}, {}
+    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
     for spec in exported.graph_signature.input_specs:
         if spec.kind == InputKind.PARAMETER:
-            weights[spec.arg.name] = spec.target or ""
+            target, node = spec.target or "", placeholders[spec.arg.name]
+            if target in shared and not node.users:
+                # Of one parameter under several names a single placeholder is read.
+                exported.graph.erase_node(node)
+            else:
+                weights[spec.arg.name] = shared.get(target, target)
         elif spec.kind == InputKind.BUFFER:
             buffers[spec.arg.name] = spec.target or ""
+    exported.graph_module.recompile()
     return StepGraph(
         step,
         exported.graph_module,
@@ -160,3 +169,11 @@ def _graph(
         dtype,
         frozenset(inputs),
     )
+
+
+def _names_of_shared(module: nn.Module) -> dict[str, str]:
+    """Every name of the parameters that have several, with the one that packed weights have."""
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    every = [(name, first[p]) for name, p in module.named_parameters(remove_duplicate=False)]
+    shared = {owner for name, owner in every if name != owner}
+    return {name: owner for name, owner in every if owner in shared}

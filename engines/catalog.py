@@ -69,6 +69,24 @@ def _inkling2() -> Definition:
     )
 
 
+def _inkling2_loop() -> Definition:
+    from inkrt.engines.inkling2.config import quantize_projections
+    from inkrt.engines.inkling2.model import draft_step
+    from inkrt.engines.inkling2_loop.config import draft_target, parse_config
+    from inkrt.engines.inkling2_loop.model import Inkling2Loop
+    from inkrt.engines.inkling2_loop.weights import is_ignored, weight_sources
+
+    return Definition(
+        parse_config,
+        Inkling2Loop,
+        weight_sources,
+        is_ignored,
+        draft_target,
+        Drafting(Inkling2Loop, draft_step),
+        quantize_projections=quantize_projections,
+    )
+
+
 _DEFINITIONS: dict[str, Callable[[], Definition]] = {
     "flint": _flint,
     "inkling_mm_model": _inkling,
@@ -76,6 +94,8 @@ _DEFINITIONS: dict[str, Callable[[], Definition]] = {
     "inkling_text": _inkling,
     "inkling2": _inkling2,
     "inkling2_text": _inkling2,
+    "inkling2_loop": _inkling2_loop,
+    "inkling2_loop_text": _inkling2_loop,
 }
 
 

@@ -261,7 +261,7 @@ class DraftTarget:
 
     Attributes:
         hidden_size: of a tapped feature and of an embedding's row.
-        num_hidden_layers: layers that can be tapped.
+        num_hidden_layers: layers that can be tapped; of a looped model, visits of layers.
         vocab_size: rows of the embedding.
         unpadded_vocab_size: tokens that can be sampled.
         max_position_embeddings: positions that it was made for.
@@ -269,6 +269,8 @@ class DraftTarget:
         has_embed_norm: whether it norms the rows of the embedding.
         has_mlp_conv: whether a layer's output passes a convolution, before which it can be tapped.
         unembed: its parameter that projects to the vocabulary.
+        has_final_tap: whether what this projection reads can be tapped too, as if it were the
+            output of one more layer.
     """
 
     hidden_size: int
@@ -280,6 +282,7 @@ class DraftTarget:
     has_embed_norm: bool
     has_mlp_conv: bool
     unembed: str = "unembed"
+    has_final_tap: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,21 +98,45 @@ def main() -> int:
 
 def write_config(folder: Path, num_layers: int, *, has_drafter: bool) -> None:
     """Write a config.json: the first layers of the full-size model, of the NVFP4 checkpoint."""
+    text: dict[str, Any] = {}
+    if num_layers != NUM_LAYERS:
+        text["num_hidden_layers"] = num_layers
+    write_mixed(folder, "inkling2", text, num_layers, NVFP4_LAYERS, DRAFTER if has_drafter else {})
+
+
+def write_mixed(
+    folder: Path,
+    model_type: str,
+    text: Mapping[str, Any],
+    num_layers: int,
+    num_nvfp4: int,
+    drafter: Mapping[str, Any],
+) -> None:
+    """Write a config.json whose experts are in NVFP4 in the first layers, in MXFP8 behind.
+
+    Args:
+        folder: of the file.
+        model_type: of the whole model.
+        text: keys of the text model that are not the defaults.
+        num_layers: of the text model.
+        num_nvfp4: of them in NVFP4.
+        drafter: its settings; empty for none.
+    """
     formats = {
         f"model.llm.layers.{layer}.mlp.experts": {
-            "quant_algo": "NVFP4" if layer < NVFP4_LAYERS else "MXFP8"
+            "quant_algo": "NVFP4" if layer < num_nvfp4 else "MXFP8"
         }
         for layer in range(num_layers)
     }
-    text: dict[str, Any] = {"model_type": "inkling2_text", "dtype": "bfloat16"}
-    if num_layers != NUM_LAYERS:
-        text["num_hidden_layers"] = num_layers
-    if has_drafter:
-        text |= {f"dspark_{key}": value for key, value in DRAFTER.items()}
     config = {
-        "model_type": "inkling2",
+        "model_type": model_type,
         "dtype": "bfloat16",
-        "text_config": text,
+        "text_config": {
+            "model_type": f"{model_type}_text",
+            "dtype": "bfloat16",
+            **text,
+            **{f"dspark_{key}": value for key, value in drafter.items()},
+        },
         "quantization_config": {
             "quant_method": "modelopt",
             "quant_algo": "MIXED_PRECISION",

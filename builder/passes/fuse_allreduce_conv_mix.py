@@ -1,9 +1,10 @@
-"""all_reduce + short_conv + residual_add + residual_mix + rms_norm(s) -> allreduce_conv_mix.
+"""all_reduce + short_conv + residual_add + residual_mix [+ rms_norms] -> allreduce_conv_mix.
 
 The boundary between two sub-layers: the sum over ranks, the short convolution of its result, the
 update of the residual stream, and the normed mixtures that the next sub-layer reads. All of it is
 per token and narrow, so on a GPU it is one kernel that a rank's partial sums go into and the next
-projection's inputs come out of.
+projection's inputs come out of. Where messages enter mixtures before these are normed, the mixtures
+themselves come out.
 """
 
 import torch
@@ -57,13 +58,21 @@ def _add_of(conv: Node, tp_size: int) -> Node | None:
 def _norms_of(mix: Node, add: Node, dtype: torch.dtype) -> list[Node] | None:
     """The norms of a mixture's outputs in the order of its queries, if it can be fused with `add`.
 
-    The residual must be the last source, and each output must be read by a norm and nothing else.
+    The residual must be the last source, and each output must be read by a norm and nothing else;
+    or there are no norms, and `gated_input` alone reads them.
     """
     if not is_call(mix, "residual_mix") or not are_users_after(add, mix):
         return None
     sources = arguments(mix)["sources"]
     if sources[-1] is not add or add in sources[:-1]:
         return None
+    return _read_norms(mix, dtype)
+
+
+def _read_norms(mix: Node, dtype: torch.dtype) -> list[Node] | None:
+    """See `_norms_of`, for the mixture alone."""
+    if all(is_call(user, "gated_input") for user in mix.users):
+        return []
     norm_of: dict[int, Node] = {}
     for select in mix.users:
         if select.target is not torch.ops.aten.select.int or len(select.users) != 1:
@@ -105,14 +114,16 @@ def _fuse(graph: StepGraph, conv: Node, add: Node, mix: Node, norms: list[Node])
             "queries": mix_args["queries"],
             "norm_weights": [args["weight"] for args in norm_args],
             "mix_eps": mix_args["eps"],
-            "norm_eps": norm_args[0]["eps"],
+            "norm_eps": norm_args[0]["eps"] if norms else mix_args["eps"],
             "residual_dtype": add_args["dtype"],
-            "dtype": norm_args[0]["dtype"],
+            "dtype": conv.meta["val"].dtype,
             "tp_size": graph.tp_size,
         },
         conv,
     )
     normed = insert_getitem(fused, 1)
+    if not norms:
+        mix.replace_all_uses_with(normed)
     for index, norm in enumerate(norms):
         norm.replace_all_uses_with(insert_select(normed, index))
     add.replace_all_uses_with(insert_getitem(fused, 0), delete_user_cb=lambda user: user is not mix)

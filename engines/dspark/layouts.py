@@ -344,9 +344,15 @@ def _taps(of: Reading) -> tuple[int, ...]:
         raise get.error(f"{spelling}: the embedding cannot be tapped, only outputs of layers")
     if any(a >= b for a, b in pairwise(taps)):
         raise get.error(f"{spelling} must ascend, it names the outputs of layers {list(taps)}")
-    if taps[-1] >= number:
+    is_final = entering is None and of.target.has_final_tap and taps[-1] == number
+    if taps[-1] >= number and not is_final:
         raise get.error(
             f"{spelling} names the output of layer {taps[-1]}, the target has {number} layers"
+        )
+    if is_final:
+        get.decisions.append(
+            f"{spelling} names {number}, as many as the target has: the state that its vocabulary "
+            f"projection reads"
         )
     get.decisions.append(
         f"{spelling} counts {side}: taps are the outputs of {', '.join(map(str, taps))}"

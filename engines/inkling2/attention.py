@@ -1,8 +1,9 @@
 """Gated grouped-query attention with a relative bias, per-token sinks and short convolutions.
 
-Sliding layers take one input for queries, keys and values, convolve keys and values statically and
-keep them in a ring; full layers take three inputs, convolve dynamically, scale queries with the
-logarithm of the position and keep keys and values in pages. Shape letters: see model.py.
+Sliding layers take one input for queries, keys and values (three where messages have come in, see
+`inkling2_loop`), convolve keys and values statically and keep them in a ring; full layers take
+three inputs, convolve dynamically, scale queries with the logarithm of the position and keep keys
+and values in pages. Shape letters: see model.py.
 """
 
 import torch
@@ -65,8 +66,8 @@ class Attention(nn.Module):
         self.register_buffer("v_cache", torch.empty(cache, dtype=dtype, device="meta"))
 
     def forward(self, inputs: list[Tensor], step: StepInputs) -> Tensor:
-        """One normed input [T, D] (sliding) or three for queries, keys, values (full) to [T, D]."""
-        x_q, x_k, x_v = inputs * 3 if self.is_sliding else inputs
+        """One normed input [T, D], or three for queries, keys and values, to [T, D]."""
+        x_q, x_k, x_v = inputs * 3 if len(inputs) == 1 else inputs
         config, shape = self.config, self.shape
         num_tokens = x_q.shape[0]
         q_THd = project(x_q, self.wq).view(num_tokens, self.num_heads, shape.head_dim)

@@ -68,6 +68,28 @@ class ProjectionForms:
 
 
 @dataclass(frozen=True, slots=True)
+class Defaults:
+    """What absent keys mean, where models of the family differ."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_heads: int
+    log_scaling_n_floor: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+
+
+_DEFAULTS = Defaults(
+    hidden_size=4608,
+    num_hidden_layers=48,
+    num_heads=48,
+    log_scaling_n_floor=128000,
+    moe_intermediate_size=2304,
+    n_routed_experts=384,
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Inkling2Config:
     """Dimensions and constants of the text model; names follow the published config.
 
@@ -170,35 +192,65 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
     Raises:
         ConfigError: a value is invalid, contradicts another or is not supported.
     """
-    text = values.get("text_config", values) if values.get("model_type") == "inkling2" else values
+    text = text_object(values, "inkling2")
+    return read_text(values, text, text_reader(text, "inkling2"), _DEFAULTS)
+
+
+def text_object(values: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """The text model's part of a config.json, or all of it if that is the text model's."""
+    text = values.get("text_config", values) if values.get("model_type") == family else values
     if not isinstance(text, Mapping):
         raise ConfigError(f"config.json: text_config must be an object, got {text!r}")
-    read = ConfigReader(text, "inkling2", _ALIASES)
+    return text
+
+
+def text_reader(text: Mapping[str, Any], family: str) -> ConfigReader:
+    """Reads the keys of the text model under either spelling."""
+    return ConfigReader(text, family, _ALIASES)
+
+
+def read_text(
+    values: Mapping[str, Any], text: Mapping[str, Any], read: ConfigReader, default: Defaults
+) -> Inkling2Config:
+    """Read what all models of the family have.
+
+    Args:
+        values: the whole config.json.
+        text: the text model's part of it.
+        read: reads that part.
+        default: for what is absent.
+
+    Raises:
+        ConfigError: a value is invalid, contradicts another or is not supported.
+    """
     read.require("scoring_func", "sigmoid")
     read.require("tie_word_embeddings", False)
     read.require("hidden_act", "silu")
     read.require("number_of_conv_states", 4)
-    ConfigReader(values, "inkling2").require("tie_word_embeddings", False)
-    num_layers = read.integer("num_hidden_layers", 48)
+    whole = ConfigReader(values, "inkling2")
+    whole.require("tie_word_embeddings", False)
+    num_layers = read.integer("num_hidden_layers", default.num_hidden_layers)
     quantization = values.get("quantization_config") or text.get("quantization_config")
-    full, sliding = read_shapes(read, window=1024, num_heads=48, num_sliding_kv_heads=8)
+    full, sliding = read_shapes(
+        read, window=1024, num_heads=default.num_heads, num_sliding_kv_heads=8
+    )
     expert_forms, projections = _read_forms(quantization, num_layers)
     config = Inkling2Config(
         vocab_size=read.integer("vocab_size", 201024),
         unpadded_vocab_size=read.integer("unpadded_vocab_size", 200058),
-        hidden_size=read.integer("hidden_size", 4608),
+        hidden_size=read.integer("hidden_size", default.hidden_size),
         num_hidden_layers=num_layers,
         full=full,
         sliding=sliding,
         is_sliding=_layer_kinds(text.get("layer_types"), num_layers),
         d_rel=read.integer("d_rel", 16),
-        log_scaling_n_floor=read.integer("log_scaling_n_floor", 128000),
+        log_scaling_n_floor=read.integer("log_scaling_n_floor", default.log_scaling_n_floor),
         log_scaling_alpha=read.number("log_scaling_alpha", 0.1),
         max_position_embeddings=read.integer("max_position_embeddings", 1048576),
         rms_norm_eps=read.number("rms_norm_eps", 1e-6),
         conv_kernel_size=read.integer("conv_kernel_size", 4, minimum=2),
-        moe_intermediate_size=read.integer("moe_intermediate_size", 2304),
-        n_routed_experts=read.integer("n_routed_experts", 384),
+        moe_intermediate_size=read.integer("moe_intermediate_size", default.moe_intermediate_size),
+        n_routed_experts=read.integer("n_routed_experts", default.n_routed_experts),
         num_experts_per_tok=read.integer("num_experts_per_tok", 8),
         route_scale=read.number("route_scale", 8.0),
         qk_l2_clip_threshold=read.number("qk_l2_clip_threshold", 22.627416997969522),
@@ -208,7 +260,7 @@ def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
         mlp_up_softcap=read.number("mlp_up_softcap", 25.0),
         final_logit_softcapping=read.number("final_logit_softcapping", 30.0),
         eos_token_ids=read.token_ids("eos_token_id", 200006),
-        dtype=ConfigReader(values, "inkling2").dtype() or read.dtype(),
+        dtype=whole.dtype() or read.dtype(),
         expert_forms=expert_forms,
         stored_projections=projections,
         projections=projections,

@@ -11,6 +11,8 @@ The definition only says which weights are split along the dimension that is sum
 builder makes those operators give partial sums and places the collectives.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -133,17 +135,30 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         """The partial sum of the current block and the finished blocks, before and after.
 
-        Behind them what a drafter taps, [T, D], or None. Between attention and experts the partial
-        sum stays in float32; it is rounded once a layer.
+        Behind them what a drafter taps, [T, D], or None.
         """
-        inputs = self.attn_input(blocks, h_TD)
+        return self.visit(h_TD, blocks, step, self.attn_input, self.mlp_input)
+
+    def visit(
+        self,
+        h_TD: Tensor,
+        blocks: list[Tensor],
+        step: StepInputs,
+        attn_input: Callable[[list[Tensor], Tensor], list[Tensor]],
+        mlp_input: Callable[[list[Tensor], Tensor], list[Tensor]],
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """As `forward`, with what makes the inputs of attention and experts.
+
+        Between attention and experts the partial sum stays in float32; it is rounded once a layer.
+        """
+        inputs = attn_input(blocks, h_TD)
         o_TD = self.attn_conv(self.attn(inputs, step), step)
         if self.starts_block:
             blocks = [*blocks, h_TD]
             y_TD = ink.residual_add(None, o_TD, torch.float32)
         else:
             y_TD = ink.residual_add(h_TD, o_TD, torch.float32)
-        (z_TD,) = self.mlp_input(blocks, y_TD)
+        (z_TD,) = mlp_input(blocks, y_TD)
         m_TD = self.mlp(z_TD, step)
         h_TD = ink.residual_add(y_TD, self.mlp_conv(m_TD, step), self.dtype)
         if self.tap == "pre_mlp_conv":
@@ -173,17 +188,7 @@ class Inkling2(nn.Module):
         self.last_row_only = last_row_only
         self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype)
         self.embed_norm = parameter(config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(
-            Layer(
-                config,
-                layer,
-                sharding,
-                dtype,
-                state,
-                drafter.tap_point if drafter and layer in drafter.taps else None,
-            )
-            for layer in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(self.make_layers(sharding, state, drafter))
         self.output_input = MixedInput(
             config.hidden_size, 1, config.rms_norm_eps, dtype, has_mix=True
         )
@@ -194,6 +199,26 @@ class Inkling2(nn.Module):
             if drafter
             else None
         )
+
+    def make_layers(
+        self, sharding: Sharding, state: StateOptions, drafter: DSparkConfig | None
+    ) -> Iterator[Layer]:
+        """The layers in the order in which a token passes them."""
+        for layer in range(self.config.num_hidden_layers):
+            tap = drafter.tap_point if drafter and layer in drafter.taps else None
+            yield Layer(self.config, layer, sharding, self.dtype, state, tap)
+
+    def run_layers(
+        self, h_TD: Tensor, step: StepInputs
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Embedded tokens [T, D] to the last partial sum, the finished blocks and all taps."""
+        blocks: list[Tensor] = []
+        taps: list[Tensor] = []
+        for layer in self.layers:
+            h_TD, blocks, tap_TD = layer(h_TD, blocks, step)
+            if tap_TD is not None:
+                taps.append(tap_TD)
+        return h_TD, blocks, taps
 
     def row_parallel_weights(self) -> frozenset[str]:
         """Parameters that ranks share along the dimension summed over."""
@@ -208,8 +233,8 @@ class Inkling2(nn.Module):
         """Every state buffer, in module order."""
         paged = {
             f"layers.{index}.attn.{cache}"
-            for index, is_sliding in enumerate(self.config.is_sliding)
-            if not is_sliding
+            for index, layer in enumerate(self.layers)
+            if not layer.attn.is_sliding  # type: ignore[union-attr]
             for cache in ("k_cache", "v_cache")
         }
         return [
@@ -231,15 +256,13 @@ class Inkling2(nn.Module):
         h_TD = ink.rms_norm(embedded_TD, self.embed_norm, self.config.rms_norm_eps, self.dtype)
         if features is not None:
             h_TD = ink.place_features(h_TD, features, is_feature)
-        blocks: list[Tensor] = []
-        taps: list[Tensor] = []
-        for layer in self.layers:
-            h_TD, blocks, tap_TD = layer(h_TD, blocks, step)
-            if tap_TD is not None:
-                taps.append(tap_TD)
-        if self.drafter is not None:
+        h_TD, blocks, taps = self.run_layers(h_TD, step)
+        is_final_tapped = self.drafter and self.drafter.config.taps[-1] == len(self.layers)
+        if self.drafter and not is_final_tapped:
             self.drafter.write_context(taps, step)
         (f_TD,) = self.output_input(blocks, h_TD)
+        if self.drafter and is_final_tapped:
+            self.drafter.write_context([*taps, f_TD], step)
         if self.last_row_only:
             f_TD = ink.last_row(f_TD, step.num_tokens)
         shard_TV = ink.linear(f_TD, self.unembed, False)

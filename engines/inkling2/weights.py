@@ -76,11 +76,11 @@ def weight_sources(
         CheckpointError: the names follow neither spelling, or experts are quantized in another way
             than the configuration says.
     """
-    return _Map(config, names, rank, sharding).sources()
+    return TextMap(config, names, rank, sharding).sources()
 
 
-class _Map(RankMap):
-    """Builds the sources of one rank."""
+class TextMap(RankMap):
+    """Builds the sources of one rank of an Inkling-2 text model."""
 
     def __init__(
         self, config: Inkling2Config, names: frozenset[str], rank: int, sharding: Sharding
@@ -99,6 +99,7 @@ class _Map(RankMap):
         return self.spell.pick(f"attn_res.mlp_queries.{layer}", f"layers.{layer}.mlp_input.query")
 
     def sources(self) -> dict[str, WeightSource]:
+        """Of all parameters."""
         config, spell = self.config, self.spell
         hidden = config.hidden_size
         sources = {
@@ -116,10 +117,15 @@ class _Map(RankMap):
         }
         for layer in range(config.num_hidden_layers):
             for name, source in self.layer(layer).items():
-                sources[f"layers.{layer}.{name}"] = source
+                sources[f"layers.{self.place(layer)}.{name}"] = source
         return sources
 
+    def place(self, layer: int) -> int:
+        """Where a layer's parameters stand among the module's layers."""
+        return layer
+
     def layer(self, layer: int) -> dict[str, WeightSource]:
+        """Of a layer's parameters, by their names in it."""
         config, spell = self.config, self.spell
         hidden = config.hidden_size
         num_queries = 1 if config.is_sliding[layer] else 3
@@ -143,6 +149,7 @@ class _Map(RankMap):
         return sources
 
     def attention(self, layer: int) -> dict[str, WeightSource]:
+        """Of a layer's attention."""
         config, shape = self.config, self.config.attention(layer)
         hidden, taps = config.hidden_size, config.conv_kernel_size
         q_width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -235,6 +242,7 @@ class _Map(RankMap):
             )
 
     def experts(self, layer: int) -> dict[str, WeightSource]:
+        """Of a layer's router and experts, in any form."""
         config, spell = self.config, self.spell
         num_experts, hidden = config.n_routed_experts, config.hidden_size
         width = config.moe_intermediate_size
@@ -283,6 +291,7 @@ class _Map(RankMap):
         return WeightSource((amax, denominator), is_quotient=True)
 
     def unembed(self) -> WeightSource:
+        """Of the projection to the vocabulary."""
         config, used = self.config, self.config.unpadded_vocab_size
         stored = config.vocab_size if self.spell.is_publisher else used
         return self.vocabulary(self.spell.lm_head, stored, used, config.hidden_size)

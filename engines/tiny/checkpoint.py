@@ -20,6 +20,7 @@ from inkrt.engines.tiny import (
     flint_gguf,
     inkling,
     inkling2,
+    inkling2_loop,
     inkling2_quantized,
     tokenizer,
 )
@@ -63,29 +64,49 @@ def flint_model(sizes: flint.Sizes) -> TinyModel:
     )
 
 
-def quantized_model(*, has_projections: bool) -> TinyModel:
-    """An Inkling-2 with quantized experts, or attention projections too."""
+def inkling2_model(sizes: inkling2.Sizes) -> TinyModel:
+    """An Inkling-2 of given sizes."""
     return TinyModel(
-        partial(inkling2_quantized.config, has_projections=has_projections),
-        partial(inkling2_quantized.tensors, has_projections=has_projections),
-        inkling2_quantized.to_transformers,
+        partial(inkling2.config, sizes=sizes),
+        partial(inkling2.tensors, sizes=sizes),
+        inkling2.to_transformers,
+        tokenizer.INKLING,
+        None,
+    )
+
+
+def quantized_model(
+    plain: inkling2_quantized.Plain, sizes: inkling2.Sizes, *, has_projections: bool = False
+) -> TinyModel:
+    """An Inkling-2, looped or not, with quantized experts, or attention projections too."""
+    config = partial(inkling2_quantized.config, plain=plain, sizes=sizes)
+    tensors = partial(inkling2_quantized.tensors, plain=plain, sizes=sizes)
+    return TinyModel(
+        partial(config, has_projections=has_projections),
+        partial(tensors, has_projections=has_projections),
+        partial(inkling2_quantized.to_transformers, plain=plain),
         tokenizer.INKLING,
         None,
     )
 
 
 MODELS = {
-    "inkling2": TinyModel(
-        inkling2.config, inkling2.tensors, inkling2.to_transformers, tokenizer.INKLING, None
-    ),
+    "inkling2": inkling2_model(inkling2.TINY),
     "inkling": TinyModel(
         inkling.config, inkling.tensors, inkling.to_transformers, tokenizer.INKLING_AUDIO, None
     ),
-    "inkling2-quantized": quantized_model(has_projections=False),
-    "inkling2-quantized-attention": quantized_model(has_projections=True),
+    "inkling2-quantized": quantized_model(inkling2, inkling2_quantized.SIZES),
+    "inkling2-quantized-attention": quantized_model(
+        inkling2, inkling2_quantized.SIZES, has_projections=True
+    ),
+    "inkling2-loop": TinyModel(
+        inkling2_loop.config, inkling2_loop.tensors, inkling2_loop.to_transformers,
+        tokenizer.INKLING, None,
+    ),
+    "inkling2-loop-quantized": quantized_model(inkling2_loop, inkling2_quantized.LOOP_SIZES),
     "flint": flint_model(flint.TINY),
     "flint-wide": flint_model(flint.WIDE),
-}
+}  # fmt: skip
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

@@ -70,7 +70,9 @@ def build(
     embed = target[sources["embed"].parts[0].name]
     unembed = target[sources[fits.unembed].parts[0].name]
     last = fits.num_hidden_layers - 1
-    taps = sorted({1, last // 2, last})
+    # Other layouts number what enters a layer, or cannot name the final state.
+    has_final = fits.has_final_tap and drafter.layout == "embedded"
+    taps = sorted({1, last // 2, last + has_final})
     kept = _kept_tokens(fits.unpadded_vocab_size) if drafter.is_trimmed else None
     num_drafted = fits.vocab_size if kept is None else len(kept)
     shapes = _specs(drafter.head, fits.hidden_size, len(taps), fits.vocab_size, num_drafted)

@@ -22,8 +22,6 @@ from torch import Tensor
 from inkrt.engines.tiny import tokenizer
 from inkrt.engines.tiny.random_tensor import RandomTensor, draw
 
-NUM_LAYERS = 14
-BLOCK_LAYERS = 6  # residual blocks; also the distance of the full-attention layers
 NUM_HEADS = 12
 NUM_KV_HEADS = 4
 HEAD_DIM = 8
@@ -42,10 +40,14 @@ class Sizes:
     Attributes:
         hidden: width of the residual stream.
         expert_width: units of an expert.
+        num_layers: decoder layers.
+        block_layers: of a residual block; also the distance of the full-attention layers.
     """
 
     hidden: int
     expert_width: int
+    num_layers: int = 14
+    block_layers: int = 6
 
 
 TINY = Sizes(hidden=60, expert_width=20)
@@ -123,9 +125,10 @@ def config(dtype: str, sizes: Sizes = TINY) -> dict[str, Any]:
             "vocab_size": PADDED_VOCAB,
             "unpadded_vocab_size": tokenizer.VOCAB_SIZE,
             "hidden_size": sizes.hidden,
-            "num_hidden_layers": NUM_LAYERS,
+            "num_hidden_layers": sizes.num_layers,
             "layer_types": [
-                "hybrid" if is_full(i) else "hybrid_sliding" for i in range(NUM_LAYERS)
+                "hybrid" if is_full(layer, sizes) else "hybrid_sliding"
+                for layer in range(sizes.num_layers)
             ],
             "num_attention_heads": NUM_HEADS,
             "num_key_value_heads": NUM_KV_HEADS,
@@ -140,7 +143,7 @@ def config(dtype: str, sizes: Sizes = TINY) -> dict[str, Any]:
             "log_scaling_alpha": 0.1,
             "qk_l2_clip_threshold": 2.5,
             "rel_l2_clip_threshold": 0.7,
-            "n_layers_per_attn_res_block": BLOCK_LAYERS,
+            "n_layers_per_attn_res_block": sizes.block_layers,
             "conv_kernel_size": CONV_TAPS,
             "number_of_conv_states": 4,
             "n_routed_experts": NUM_EXPERTS,
@@ -187,9 +190,9 @@ def config(dtype: str, sizes: Sizes = TINY) -> dict[str, Any]:
     }
 
 
-def is_full(layer: int) -> bool:
+def is_full(layer: int, sizes: Sizes = TINY) -> bool:
     """Whether a layer has full attention."""
-    return (layer + 1) % BLOCK_LAYERS == 0
+    return (layer + 1) % sizes.block_layers == 0
 
 
 def tensors(seed: int, dtype: torch.dtype, sizes: Sizes = TINY) -> Iterator[tuple[str, Tensor]]:
@@ -208,7 +211,7 @@ def specs(sizes: Sizes = TINY) -> Iterator[RandomTensor]:
     """What these tensors are like."""
     yield RandomTensor(_LLM + "embed.weight", (PADDED_VOCAB, sizes.hidden), 1.0)
     yield _norm(_LLM + "embed_norm", sizes.hidden)
-    for layer in range(NUM_LAYERS):
+    for layer in range(sizes.num_layers):
         yield from _residual_queries(layer, sizes)
         yield from _layer_norms(layer, sizes)
         yield from _attention(layer, sizes)
@@ -257,14 +260,16 @@ def _linear(name: str, rows: int, columns: int, gain: float = 1.0) -> RandomTens
 def _residual_queries(layer: int, sizes: Sizes) -> Iterator[RandomTensor]:
     prefix = _LLM + "attn_res."
     if layer > 0:
-        shape = (3, sizes.hidden) if is_full(layer) else (sizes.hidden,)
+        shape = (3, sizes.hidden) if is_full(layer, sizes) else (sizes.hidden,)
         yield RandomTensor(f"{prefix}attn_queries.{layer - 1}", shape, 0.6, float32=True)
     yield RandomTensor(f"{prefix}mlp_queries.{layer}", (sizes.hidden,), 0.6, float32=True)
 
 
 def _layer_norms(layer: int, sizes: Sizes) -> Iterator[RandomTensor]:
     prefix = f"{_LLM}layers.{layer}."
-    inputs = ["q_input_norm", "k_input_norm", "v_input_norm"] if is_full(layer) else ["attn_norm"]
+    inputs = (
+        ["q_input_norm", "k_input_norm", "v_input_norm"] if is_full(layer, sizes) else ["attn_norm"]
+    )
     for name in [*inputs, "mlp_norm"]:
         yield _norm(prefix + name, sizes.hidden)
 
@@ -281,10 +286,10 @@ def _attention(layer: int, sizes: Sizes) -> Iterator[RandomTensor]:
     yield _linear(prefix + "wo_ud.weight", sizes.hidden, q_width, 6.0)
     yield RandomTensor(prefix + "q_l2_clip.scale", (NUM_HEADS, HEAD_DIM), 0.2, mean=1.0)
     yield RandomTensor(prefix + "rel_l2_clip.scale", (NUM_HEADS, REL_DIM), 0.2, mean=1.0)
-    extent = REL_EXTENT if is_full(layer) else WINDOW
+    extent = REL_EXTENT if is_full(layer, sizes) else WINDOW
     yield RandomTensor(prefix + "rel_logits_proj.proj", (REL_DIM, extent), 1.2)
     for name in ("k_sconv", "v_sconv"):
-        if is_full(layer):
+        if is_full(layer, sizes):
             taps = NUM_KV_HEADS * CONV_TAPS
             yield RandomTensor(prefix + name + ".static_w", (CONV_TAPS, kv_width), 0.5)
             yield _linear(prefix + name + ".weight_proj", taps, sizes.hidden, 0.5)

@@ -1,4 +1,4 @@
-"""The tiny Inkling-2 with quantized experts, as its publisher ships them, or projections too.
+"""A tiny Inkling-2 with quantized experts, as its publisher ships them, or projections too.
 
 Layers have NVFP4 experts, then MXFP8 ones, and the last one plain ones. Sizes are multiples of what
 shares a scale on two ranks. Global scales are no powers of two; denominators are one number for a
@@ -6,31 +6,48 @@ tensor or one for each expert.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from inkrt.engines.inkling2.config import WeightForm
-from inkrt.engines.tiny import inkling2
+from inkrt.engines.tiny.inkling2 import Sizes
 from inkrt.engines.tiny.nvfp4 import quantize, stack
 from inkrt.plugins import mxfp8, nvfp4
 
-SIZES = inkling2.Sizes(hidden=64, expert_width=64)
+SIZES = Sizes(hidden=64, expert_width=64)
+LOOP_SIZES = Sizes(hidden=64, expert_width=64, num_layers=7, block_layers=2)
 # Projections of attention that may be quantized.
 PROJECTIONS = ("wq_du", "wk_dv", "wv_dv", "wr_du", "gate_attn", "wo_ud")
 _ALGORITHMS: dict[WeightForm, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8"}
 _LARGEST_E4M3 = 448.0
 
 
-def form_of(layer: int) -> WeightForm:
-    """How a layer's experts are stored."""
-    if layer == inkling2.NUM_LAYERS - 1:
+class Plain(Protocol):
+    """A tiny model without quantized weights: the modules `inkling2` and `inkling2_loop`."""
+
+    def config(self, dtype: str, sizes: Sizes) -> dict[str, Any]:
+        """The content of `config.json`."""
+        ...
+
+    def tensors(self, seed: int, dtype: torch.dtype, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by its publisher's name."""
+        ...
+
+    def to_transformers(self, published: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Names and values in transformers."""
+        ...
+
+
+def form_of(layer: int, num_layers: int) -> WeightForm:
+    """How the experts of a layer of so many are stored."""
+    if layer == num_layers - 1:
         return "plain"
-    return "nvfp4" if layer < inkling2.NUM_LAYERS - 4 else "mxfp8"
+    return "nvfp4" if layer < num_layers - 4 else "mxfp8"
 
 
-def projection_form(layer: int, name: str) -> WeightForm:
+def projection_form(layer: int, name: str, num_layers: int) -> WeightForm:
     """How a layer's attention projection is stored.
 
     As its experts, but for keys of the first layers, and output projections, whose columns make no
@@ -38,23 +55,25 @@ def projection_form(layer: int, name: str) -> WeightForm:
     """
     if name == "wk_dv" and layer < 2:
         return "mxfp8" if layer == 0 else "plain"
-    form = form_of(layer)
+    form = form_of(layer, num_layers)
     return "nvfp4" if name == "wo_ud" and form == "mxfp8" else form
 
 
-def config(dtype: str, *, has_projections: bool = False) -> dict[str, Any]:
+def config(
+    dtype: str, *, plain: Plain, sizes: Sizes = SIZES, has_projections: bool = False
+) -> dict[str, Any]:
     """The content of `config.json`; see `inkling2.config`."""
     forms: dict[str, WeightForm] = {}
-    for layer in range(inkling2.NUM_LAYERS):
+    for layer in range(sizes.num_layers):
         root = f"model.llm.layers.{layer}"
-        forms[f"{root}.mlp.experts"] = form_of(layer)
+        forms[f"{root}.mlp.experts"] = form_of(layer, sizes.num_layers)
         if has_projections:
             for name in PROJECTIONS:
-                forms[f"{root}.attn.{name}"] = projection_form(layer, name)
+                forms[f"{root}.attn.{name}"] = projection_form(layer, name, sizes.num_layers)
     quantized = {
         name: {"quant_algo": _ALGORITHMS[form]} for name, form in forms.items() if form != "plain"
     }
-    return inkling2.config(dtype, SIZES) | {
+    return plain.config(dtype, sizes) | {
         "quantization_config": {
             "quant_method": "modelopt",
             "quant_algo": "MIXED_PRECISION",
@@ -64,17 +83,23 @@ def config(dtype: str, *, has_projections: bool = False) -> dict[str, Any]:
 
 
 def tensors(
-    seed: int, dtype: torch.dtype, *, has_projections: bool = False
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    plain: Plain,
+    sizes: Sizes = SIZES,
+    has_projections: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint by its publisher's name; see `inkling2.tensors`."""
-    for name, value in inkling2.tensors(seed, dtype, SIZES):
+    for name, value in plain.tensors(seed, dtype, sizes):
         is_expert = name.endswith(("experts.w13_weight", "experts.w2_weight"))
         *_, module, _ = name.rsplit(".", 2)
         if not is_expert and not (has_projections and module in PROJECTIONS):
             yield name, value
             continue
         layer = int(name.split(".layers.")[1].split(".")[0])
-        form = form_of(layer) if is_expert else projection_form(layer, module)
+        count = sizes.num_layers
+        form = form_of(layer, count) if is_expert else projection_form(layer, module, count)
         if form == "plain":
             yield name, value
         elif form == "nvfp4":
@@ -83,13 +108,13 @@ def tensors(
             yield from _mxfp8(name, value.float())
 
 
-def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
+def to_transformers(published: dict[str, Tensor], *, plain: Plain) -> dict[str, Tensor]:
     """Names of transformers, with the values that quantized experts stand for.
 
     They have the dtype of the other weights, as if transformers had dequantized them.
     """
     dtype = published["model.llm.embed.weight"].dtype
-    plain: dict[str, Tensor] = {}
+    values_of: dict[str, Tensor] = {}
     for name, value in published.items():
         if name.endswith(("_scale", "_amax", "_denominator")):
             continue
@@ -98,12 +123,12 @@ def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
             scales = published[f"{name}_scale"].view(torch.uint8)
             values = nvfp4.dequantize(value, scales, torch.float32)
             scale = (amax / denominator).reshape(-1, *[1] * (value.dim() - 1))
-            plain[name] = (values * scale).to(dtype)
+            values_of[name] = (values * scale).to(dtype)
         elif (exponents := published.get(f"{name}_scale")) is not None:
-            plain[name] = mxfp8.dequantize(value.view(torch.uint8), exponents, dtype)
+            values_of[name] = mxfp8.dequantize(value.view(torch.uint8), exponents, dtype)
         else:
-            plain[name] = value
-    return inkling2.to_transformers(plain)
+            values_of[name] = value
+    return plain.to_transformers(values_of)
 
 
 def _nvfp4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -154,9 +154,10 @@ class Reference:
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"transformers cannot load {checkpoint}: {error}") from error
         text_model = getattr(self.model.model, "language_model", self.model.model)
-        self.layer_outputs: dict[int, Tensor] = {}
-        for index, layer in enumerate(text_model.layers):
-            layer.register_forward_hook(self._recorder(index))
+        # By visit: a looped model comes to a layer several times.
+        self.layer_outputs: list[Tensor] = []
+        for layer in text_model.layers:
+            layer.register_forward_hook(self._record)
         self._cache: Any = None
 
     def reset(self) -> None:
@@ -172,16 +173,14 @@ class Reference:
     @torch.no_grad()
     def feed_rows(self, tokens: list[int], num_rows: int) -> NDArray[np.float32]:
         """Append tokens in one forward; gives the last rows of logits, [num_rows, vocabulary]."""
+        self.layer_outputs.clear()
         result = self.model(input_ids=torch.tensor([tokens]), cache=self._cache, use_cache=True)
         self._cache = result.cache
         logits: NDArray[np.float32] = result.logits[0, -num_rows:].float().numpy()
         return logits
 
-    def _recorder(self, index: int) -> Any:
-        def record(_module: object, _inputs: object, output: Tensor) -> None:
-            self.layer_outputs[index] = output[0, -1].clone()
-
-        return record
+    def _record(self, _module: object, _inputs: object, output: Tensor) -> None:
+        self.layer_outputs.append(output[0, -1].clone())
 
 
 # Operators that add what is before them to the residual stream and return that first. As the first

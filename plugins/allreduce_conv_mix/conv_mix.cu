@@ -7,7 +7,7 @@ extern "C" __global__ void MIX_BOUNDS
              const int* num_tokens, const int* slot, const void* residual, const bf16* s0,
              const bf16* s1, const bf16* s2, const bf16* s3, const bf16* s4, const bf16* s5,
              const bf16* s6, const bf16* s7, const bf16* s8, const float* queries, const bf16* w0,
-             const bf16* w1, const bf16* w2, void* residual_out, bf16* out, int num_rows,
+             const bf16* w1, const bf16* w2, void* residual_out, void* out, int num_rows,
              float mix_eps, float norm_eps
 #if SPLIT == 1
              ,

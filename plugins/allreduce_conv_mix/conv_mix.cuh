@@ -5,12 +5,16 @@
 //
 // Macros: WIDTH, FORMER (sources in front of the new residual), QUERIES, RESIDUAL (0 none, 1 bf16,
 // 2 float32), KEEPS_FLOAT32 (the new residual), RING, RING_IS_WIDE, SPLIT (how a row is shared:
-// 0 not, 1 by slices, 2 in a cluster; see mix.cuh), TRIGGER, and REGISTERS of a thread, if they
-// are bounded.
+// 0 not, 1 by slices, 2 in a cluster; see mix.cuh), TRIGGER, REGISTERS of a thread, if they are
+// bounded, and NORMS: with 0 results are the mixtures themselves, in float32.
 #ifndef INK_CONV_MIX_CUH
 #define INK_CONV_MIX_CUH
 #include "mix.cuh"
 #include "short_conv/short_conv.cuh"
+
+#ifndef NORMS
+#define NORMS 1
+#endif
 
 constexpr int MIX_SOURCES = FORMER + 1;  // the new residual is the last
 using ResidualMix = Mix<WIDTH, MIX_SOURCES, QUERIES>;
@@ -46,7 +50,7 @@ struct ConvMix {
   const float* queries;               // [QUERIES][WIDTH]
   const bf16* norm_weights[QUERIES];  // [WIDTH] each
   void* residual_out;
-  bf16* out;  // [QUERIES][num_rows][WIDTH]
+  void* out;  // [QUERIES][num_rows][WIDTH]
   int num_rows;
 
   // Loaded early.
@@ -60,7 +64,7 @@ struct ConvMix {
   INK_DEVICE void bind(int of_token, const short_conv::Step& of_step, const float* weight,
                        bf16* state, const void* before, const bf16* const (&sources)[9],
                        const float* all_queries, const bf16* const (&norms)[3], void* sum,
-                       bf16* results, int rows) {
+                       void* results, int rows) {
     token = of_token, step = of_step, conv_weight = weight, ring = state, residual = before;
 #pragma unroll
     for (int j = 0; j < FORMER; j++) former[j] = sources[j];
@@ -98,7 +102,7 @@ struct ConvMix {
   }
   INK_DEVICE void finish(int column, int i, const Four (&s)[MIX_SOURCES],
                          const float (&c)[MIX_SOURCES], float inverse) {
-    store_four<false>(out, result_at(column, i), result(i, s, c, inverse));
+    store_four<!NORMS>(out, result_at(column, i), result(i, s, c, inverse));
   }
 
  protected:
@@ -109,9 +113,11 @@ struct ConvMix {
   INK_DEVICE Four result(int i, const Four (&s)[MIX_SOURCES], const float (&c)[MIX_SOURCES],
                          float inverse) const {
     Four y = ResidualMix::mixed(s, c);
-    const Four w = four_of(norm[i]);
+    if (NORMS) {
+      const Four w = four_of(norm[i]);
 #pragma unroll
-    for (int e = 0; e < 4; e++) y.v[e] = __fmul_rn(__fmul_rn(y.v[e], inverse), w.v[e]);
+      for (int e = 0; e < 4; e++) y.v[e] = __fmul_rn(__fmul_rn(y.v[e], inverse), w.v[e]);
+    }
     return y;
   }
   // The new residual, not rounded.
@@ -137,7 +143,8 @@ struct ConvMix {
  private:
   INK_DEVICE void load_norms(int column) {
 #pragma unroll
-    for (int i = 0; i < QUERIES; i++) norm[i] = load_weight8(norm_weights[i] + column);
+    for (int i = 0; i < QUERIES; i++)
+      if (NORMS) norm[i] = load_weight8(norm_weights[i] + column);
   }
   INK_DEVICE void load_former(int column, Four (&s)[MIX_SOURCES]) {
 #pragma unroll

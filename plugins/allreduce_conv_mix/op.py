@@ -3,7 +3,7 @@
     x            = dtype(sum of the ranks' partial results)      only if there are several ranks
     residual_out = residual_dtype(residual + short_conv(x))      starts at short_conv(x) if None
     mixed_i      = residual_mix([*sources, residual_out], query_i)
-    normed_i     = dtype(rms_norm(mixed_i, norm_weight_i))
+    normed_i     = dtype(rms_norm(mixed_i, norm_weight_i))       or mixed_i itself, without norms
 
 It has the bits of `all_reduce`, `short_conv`, `residual_add`, `residual_mix` and `rms_norm` one
 after the other. Source: inkling2.md sections 5.2, 5.5 and 11. Letters: T tokens, D hidden size, m
@@ -54,6 +54,8 @@ def combine(
     update = short_conv(x, conv_weight, conv_state, position, num_tokens, slot)
     residual_out = residual_add(residual, update, residual_dtype)
     mixed = residual_mix([*sources, residual_out], queries, mix_eps)
+    if not norm_weights:
+        return residual_out, mixed
     normed = [
         rms_norm(row, weight, norm_eps, dtype)
         for row, weight in zip(mixed, norm_weights, strict=True)
@@ -78,7 +80,7 @@ def fake(
     dtype: torch.dtype,
     tp_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The residual [T, D] and the inputs [m, T, D] of what follows."""
+    """The residual [T, D] and the inputs [m, T, D] of what follows, in float32 without norms."""
     axes = Axes("allreduce_conv_mix")
     axes.require(tp_size >= 1, f"tp_size is {tp_size}, expected >= 1")
     axes.require(dtype in MODEL_DTYPES, f"dtype is {dtype}, expected float32 or bfloat16")
@@ -102,15 +104,16 @@ def fake(
         axes.fit(f"sources[{i}]", source, "T", "D", dtype=MODEL_DTYPES)
     axes.fit("queries", queries, "m", "D", dtype=torch.float32)
     axes.require(
-        len(norm_weights) == axes["m"],
-        f"norm_weights has {len(norm_weights)} tensors, expected one per query, m={axes['m']}",
+        len(norm_weights) in (0, axes["m"]),
+        f"norm_weights has {len(norm_weights)} tensors, expected one per query, m={axes['m']}, or "
+        f"none",
     )
     for i, weight in enumerate(norm_weights):
         axes.fit(f"norm_weights[{i}]", weight, "D", dtype=MODEL_DTYPES)
     shape = (axes["T"], axes["D"])
     return (
         partial.new_empty(shape, dtype=residual_dtype),
-        partial.new_empty((axes["m"], *shape), dtype=dtype),
+        partial.new_empty((axes["m"], *shape), dtype=dtype if norm_weights else torch.float32),
     )
 
 
@@ -123,6 +126,7 @@ def cases() -> list[Case]:
     def make(
         name: str, *, num_rows: int, num_tokens: int, width: int, num_sources: int,
         num_queries: int, position: int, has_residual: bool, keeps_float32: bool,
+        has_norms: bool = True,
     ) -> Case:  # fmt: skip
         def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
             rows = (num_rows, width)
@@ -137,7 +141,8 @@ def cases() -> list[Case]:
                 "sources": [normal(generator, dtype, *rows) for _ in range(num_sources)],
                 "queries": normal(generator, torch.float32, num_queries, width),
                 "norm_weights": [
-                    1 + normal(generator, dtype, width, scale=0.1) for _ in range(num_queries)
+                    1 + normal(generator, dtype, width, scale=0.1)
+                    for _ in range(num_queries if has_norms else 0)
                 ],
                 "mix_eps": 1e-6,
                 "norm_eps": 1e-3,
@@ -260,6 +265,30 @@ def cases() -> list[Case]:
             has_residual=True,
             keeps_float32=False,
         ),
+        make(
+            "without_norms",
+            num_rows=4,
+            num_tokens=4,
+            width=640,
+            num_sources=3,
+            num_queries=1,
+            position=17,
+            has_residual=True,
+            keeps_float32=False,
+            has_norms=False,
+        ),
+        make(
+            "without_norms_in_whole_slices",
+            num_rows=2,
+            num_tokens=2,
+            width=512,
+            num_sources=2,
+            num_queries=3,
+            position=3,
+            has_residual=True,
+            keeps_float32=True,
+            has_norms=False,
+        ),
     ]
 
 
@@ -299,7 +328,7 @@ def allreduce_conv_mix(
         residual: [T, D], or None where a new partial sum starts.
         sources: each [T, D], mixed with the new residual, which comes last.
         queries: float32 [m, D].
-        norm_weights: m of [D].
+        norm_weights: m of [D]; none for results that something else norms.
         mix_eps: of the norms of the sources.
         norm_eps: of the weighted norms.
         residual_dtype: of the new residual.
@@ -307,7 +336,7 @@ def allreduce_conv_mix(
         tp_size: number of ranks.
 
     Returns:
-        The new residual, `residual_dtype` [T, D], and `dtype` [m, T, D].
+        The new residual, `residual_dtype` [T, D], and `dtype` [m, T, D], float32 without norms.
     """
     return combine(
         [partial], conv_weight=conv_weight, conv_state=conv_state, position=position,

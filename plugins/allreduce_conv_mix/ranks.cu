@@ -16,7 +16,7 @@
 #ifndef HANDS
 #define HANDS 0
 #endif
-static_assert(SENT || !HANDS, "who sends goes on");
+static_assert((SENT && NORMS) || !HANDS, "who sends goes on, with products of bf16 rows");
 
 // Of rows that other blocks wait for, too, those that a thread asks for at once: more would not fit
 // its registers.
@@ -138,7 +138,7 @@ extern "C" __global__ void MIX_BOUNDS
                    const void* residual, const bf16* s0, const bf16* s1, const bf16* s2,
                    const bf16* s3, const bf16* s4, const bf16* s5, const bf16* s6, const bf16* s7,
                    const bf16* s8, const float* queries, const bf16* w0, const bf16* w1,
-                   const bf16* w2, void* residual_out, bf16* out, int num_rows, float mix_eps,
+                   const bf16* w2, void* residual_out, void* out, int num_rows, float mix_eps,
                    float norm_eps,
 #if SPLIT == 1
                    u64* words,

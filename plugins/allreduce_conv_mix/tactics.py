@@ -102,7 +102,7 @@ def sharings(num_rows: int, width: int) -> list[Sharing]:
 
 def mix_defines(
     num_rows: int, state: TensorArg, *, num_former: int, num_queries: int, residual: int,
-    keeps_float32: bool,
+    keeps_float32: bool, has_norms: bool = True,
 ) -> list[tuple[str, int | str]]:  # fmt: skip
     """Macros of conv_mix.cuh but SPLIT.
 
@@ -113,8 +113,9 @@ def mix_defines(
         num_queries: of the mix.
         residual: 0 none, 1 bf16, 2 float32.
         keeps_float32: whether the new residual is float32.
+        has_norms: whether results are normed.
     """
-    return [
+    defines: list[tuple[str, int | str]] = [
         ("WIDTH", state.shape[2]),
         ("FORMER", num_former),
         ("QUERIES", num_queries),
@@ -122,6 +123,7 @@ def mix_defines(
         ("KEEPS_FLOAT32", int(keeps_float32)),
         *ring_defines(num_rows, state),
     ]
+    return defines if has_norms else [*defines, ("NORMS", 0)]
 
 
 def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
@@ -131,13 +133,14 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     partial, state = tensor_arg(args, "partial"), tensor_arg(args, "conv_state")
     former, norms = tensor_list_arg(args, "sources"), tensor_list_arg(args, "norm_weights")
     residual, queries = args["residual"], tensor_arg(args, "queries")
+    num_queries = queries.shape[0]
     fits = (
         args["tp_size"] == 1
         and args["dtype"] == torch.bfloat16
         and has_kernels(target, partial, state, *former, *norms)
         and tensor_arg(args, "conv_weight").shape[1] == TAPS
         and len(former) <= _MOST_FORMER
-        and len(norms) <= _MOST_QUERIES
+        and num_queries <= _MOST_QUERIES
         and is_dense(queries)
         and (residual is None or is_dense(tensor_arg(args, "residual")))
     )
@@ -148,8 +151,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     if isinstance(residual, TensorArg):
         kind = 2 if residual.dtype == torch.float32 else 1
     defines = mix_defines(
-        num_rows, state, num_former=len(former), num_queries=len(norms), residual=kind,
-        keeps_float32=args["residual_dtype"] == torch.float32,
+        num_rows, state, num_former=len(former), num_queries=num_queries, residual=kind,
+        keeps_float32=args["residual_dtype"] == torch.float32, has_norms=bool(norms),
     )  # fmt: skip
     params: tuple[Param, ...] = (
         *(Pointer(name) for name in ("partial", "conv_weight", "conv_state")),
@@ -157,23 +160,27 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         Pointer("residual" if kind else "partial"),
         *listed("sources", len(former), _MOST_FORMER, Pointer("partial")),
         Pointer("queries"),
-        *listed("norm_weights", len(norms), _MOST_QUERIES, Pointer("norm_weights")),
+        *listed(
+            "norm_weights", len(norms), _MOST_QUERIES,
+            Pointer("norm_weights" if norms else "queries"),
+        ),
         Output(0),
         Output(1),
         Int32(num_rows),
         Float32(number_arg(args, "mix_eps")),
         Float32(number_arg(args, "norm_eps")),
-    )
+    )  # fmt: skip
     size = bytes_of(args, "partial", "sources", "residual", "conv_weight", "queries")
     # The new residual, the results, and the ring: three rows read and one written.
     is_wide_residual = args["residual_dtype"] == torch.float32
-    of_column = (4 if is_wide_residual else 2) + 2 * len(norms) + 4 * 2
+    of_result = 2 if norms else 4
+    of_column = (4 if is_wide_residual else 2) + of_result * num_queries + 4 * 2
     size += bytes_of(args, "norm_weights") + num_rows * width * of_column
     tactics = []
     for way in sharings(num_rows, width):
         words: tuple[Param, ...] = ()
         if way.split == SLICES:
-            words = exchange_params(num_rows, width, num_sources, len(norms))
+            words = exchange_params(num_rows, width, num_sources, num_queries)
         kernel = launch(
             _FOLDER / "conv_mix.cu",
             "conv_mix",
@@ -181,7 +188,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             (*params, *words),
             blocks=num_rows * way.blocks,
             threads=way.threads,
-            smem_bytes=mix_bytes(num_sources, len(norms), way.warps),
+            smem_bytes=mix_bytes(num_sources, num_queries, way.warps),
         )
         if way.split == CLUSTER:
             kernel = replace(kernel, cluster=CLUSTER_BLOCKS)

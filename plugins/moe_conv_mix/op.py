@@ -220,7 +220,7 @@ def moe_conv_mix(
         residual: or None.
         sources: mixed with the new residual.
         queries: of the mix.
-        norm_weights: one per query.
+        norm_weights: one per query, or none.
         mix_eps: of the norms of the sources.
         norm_eps: of the weighted norms.
         residual_dtype: of the new residual.

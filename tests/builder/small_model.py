@@ -1,6 +1,7 @@
 """A three-layer tiny model: checkpoints of it, its traced graphs, its weights and state."""
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -24,8 +25,13 @@ from inkrt.engines.inkling2.config import Inkling2Config, parse_config
 from inkrt.engines.inkling2.model import Inkling2
 from inkrt.engines.inkling2.weights import weight_sources
 from inkrt.engines.interface import Sharding, StateOptions, WeightSource
-from inkrt.engines.tiny import inkling2
-from inkrt.engines.tiny.checkpoint import write_checkpoint
+from inkrt.engines.tiny import inkling2, inkling2_quantized
+from inkrt.engines.tiny.checkpoint import (
+    MODELS,
+    inkling2_model,
+    quantized_model,
+    write_checkpoint,
+)
 from inkrt.errors import InkError
 from inkrt.runtime.engine_file import FileEntry, StepSpec
 from inkrt.runtime.plan import Plan
@@ -39,6 +45,13 @@ OPTIONS = BuildOptions(max_verify_tokens=1, max_seq_len=200, prefill_chunk=16, t
 # Of weight files, so that the model has some.
 FILE_BYTES = 150_000
 STATE = StateOptions(num_slots=2, max_seq_len=200, page_tokens=PAGE_TOKENS)
+SIZES = dataclasses.replace(inkling2.TINY, num_layers=3, block_layers=2)
+_QUANTIZED = dataclasses.replace(inkling2_quantized.SIZES, num_layers=3, block_layers=2)
+_SMALL_MODELS = {
+    "inkling2": inkling2_model(SIZES),
+    "inkling2-quantized": quantized_model(inkling2, _QUANTIZED),
+    "inkling2-quantized-attention": quantized_model(inkling2, _QUANTIZED, has_projections=True),
+}
 DECODE = StepSpec("decode", 1, 1)
 VERIFY3 = StepSpec("verify3", 3, 3)
 PREFILL40 = StepSpec("prefill40", 40, 1)
@@ -52,18 +65,15 @@ def write_small(folder: Path, **arguments: Any) -> Path:
         **arguments: of `write_checkpoint`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inkling2, "NUM_LAYERS", 3)
-        patch.setattr(inkling2, "BLOCK_LAYERS", 2)
+        for name, model in _SMALL_MODELS.items():
+            patch.setitem(MODELS, name, model)
         write_checkpoint(folder, **arguments)
     return folder
 
 
 def small_config() -> Inkling2Config:
     """Its configuration."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inkling2, "NUM_LAYERS", 3)
-        patch.setattr(inkling2, "BLOCK_LAYERS", 2)
-        return parse_config(inkling2.config("bfloat16"))
+    return parse_config(inkling2.config("bfloat16", SIZES))
 
 
 def small_graph(

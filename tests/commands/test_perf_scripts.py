@@ -1,5 +1,6 @@
 """Scripts of perf/: tables of what others measure, errors of ratios, and steps by name."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,10 +13,13 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).parents[2] / "perf"))
 
 import inkling2
+import inkling2_mini
 import stamps
 from acceptance_compare import compare, ratio_with_error
 from test_bench import CONFIG, STEP
 
+from inkrt.engines.catalog import find_definition
+from inkrt.engines.dspark.layouts import read_bundled
 from inkrt.runtime.engine_file import DraftSpec, StepSpec
 
 
@@ -71,6 +75,27 @@ def test_one_command_makes_the_whole_table(
     assert {row["value"] for row in rows} == {60.0 if tp_size == 2 else 2.0}
     assert rows[0]["must"] == (60.0 if tp_size == 2 else 1.75)
     assert all(row["command"].endswith("--profile --profile-runs 10") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("script", "model_type", "layers", "nvfp4"),
+    [(inkling2, "inkling2", 48, 40), (inkling2_mini, "inkling2_loop", 24, 20)],
+)
+def test_a_configuration_is_that_of_the_full_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Any, model_type: str, layers: int,
+    nvfp4: int,
+) -> None:  # fmt: skip
+    arguments = ["x", "--write-config", str(tmp_path), "--drafter"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert script.main() == 0
+    values = json.loads((tmp_path / "config.json").read_text())
+    definition = find_definition(values)
+    config = definition.parse_config(values)
+    default = definition.parse_config({"model_type": model_type, "dtype": "bfloat16"})
+    assert config.expert_forms == ("nvfp4",) * nvfp4 + ("mxfp8",) * (layers - nvfp4)
+    assert dataclasses.replace(config, expert_forms=default.expert_forms) == default
+    drafter = read_bundled(values, None, definition.draft_target(config), "config.json").config
+    assert drafter.block_size == 7
 
 
 def test_the_error_of_a_ratio_is_that_of_many_samples() -> None:

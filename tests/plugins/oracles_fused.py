@@ -315,11 +315,42 @@ def allreduce_conv_mix(
     )
     total = update if residual is None else residual + update
     ((mixed,), _) = ORACLES["residual_mix"]([*sources, total], queries, mix_eps)
+    if not norm_weights:
+        return (total, mixed), {"conv_state": mutated["state"]}
     normed = []
     for row, weight in zip(mixed, norm_weights, strict=True):
         mean_square = (row**2).sum(dim=-1, keepdim=True) / row.shape[-1]
         normed.append(row * weight / torch.sqrt(mean_square + norm_eps))
     return (total, torch.stack(normed)), {"conv_state": mutated["state"]}
+
+
+def gated_input(
+    mixed: Tensor,
+    former: Sequence[Tensor],
+    message_queries: Tensor,
+    down: Tensor,
+    forget: Tensor,
+    gain: Tensor,
+    norm_weights: Sequence[Tensor],
+    first: int,
+    mix_eps: float,
+    gate_eps: float,
+    norm_eps: float,
+) -> Result:
+    def normed(x: Tensor, eps: float) -> Tensor:
+        return x / torch.sqrt(x.dot(x) / len(x) + eps)
+
+    out = torch.empty(len(down), *mixed.shape[1:], dtype=torch.float64)
+    for i, t in np.ndindex(*out.shape[:2]):
+        states = torch.stack([normed(source[t], mix_eps) for source in former])
+        shares = torch.exp(states @ message_queries[first + i] / len(states[0]) ** 0.5)
+        message = shares @ states / shares.sum()
+        u = mixed[min(i, len(mixed) - 1), t]
+        r = down[i] @ torch.cat([normed(u, gate_eps), normed(message, gate_eps)])
+        gated = u - torch.tanh(forget[i] @ r) * u + torch.tanh(gain[i] @ r) * message
+        weight = norm_weights[min(i, len(norm_weights) - 1)]
+        out[i, t] = normed(gated, norm_eps) * weight
+    return (out,), {}
 
 
 def linear_conv_mix(x: Tensor, weight: Tensor, tp_size: int, **of_mix: Any) -> Result:
@@ -358,6 +389,7 @@ ORACLES_FUSED: dict[str, Oracle] = {
         lm_head_sample,
         qkv_post,
         allreduce_conv_mix,
+        gated_input,
         linear_conv_mix,
         moe_conv_mix,
     )

@@ -85,7 +85,7 @@ def _allreduce_conv_mix(
     rows = [
         OPS["rms_norm"](mixed[i], weight, norm_eps, dtype) for i, weight in enumerate(norm_weights)
     ]
-    return out, torch.stack(rows)
+    return out, torch.stack(rows) if rows else mixed
 
 
 def _linear_group(xs, weights, input_of):

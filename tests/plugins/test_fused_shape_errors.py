@@ -85,8 +85,8 @@ BAD: list[tuple[str, Arguments, str]] = [
     ),
     (
         "allreduce_conv_mix",
-        {"norm_weights": []},
-        "ink::allreduce_conv_mix: norm_weights has 0 tensors, expected one per query, m=1",
+        {"norm_weights": [torch.empty(5, dtype=torch.bfloat16)] * 2},
+        "ink::allreduce_conv_mix: norm_weights has 2 tensors, expected one per query, m=1, or none",
     ),
     (
         "allreduce_conv_mix",

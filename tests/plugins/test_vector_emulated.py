@@ -16,16 +16,18 @@ from inkrt.plugins.registry import Case, Plugin, plugins  # noqa: E402
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
 
 OPERATORS = (
-    "allreduce_conv_mix", "concat", "kv_write", "l2_clip", "qkv_post", "residual_add",
-    "residual_mix", "rms_norm", "rope", "short_conv", "sigmoid_gate", "silu_mul",
+    "allreduce_conv_mix", "concat", "gated_input", "kv_write", "l2_clip", "qkv_post",
+    "residual_add", "residual_mix", "rms_norm", "rope", "short_conv", "sigmoid_gate", "silu_mul",
     "sum_parts",
 )  # fmt: skip
+# They take long, or ways that others take too.
+SLOW = {"full_width", "without_norms", "without_norms_in_whole_slices", "kernel_full", "kernel_one"}
 CASES = [
     pytest.param(
         plugins()[name],
         case,
         id=f"{name}/{case.name}",
-        marks=[pytest.mark.slow] if case.name == "full_width" else [],
+        marks=[pytest.mark.slow] if case.name in SLOW else [],
     )
     for name in OPERATORS
     for case in plugins()[name].cases()

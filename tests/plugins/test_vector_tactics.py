@@ -1,4 +1,4 @@
-"""Kernels of operators on rows at the sizes of Inkling-2-Small and of inkling2-nano.
+"""Kernels of operators on rows at the sizes of Inkling-2-Small, -Mini and of inkling2-nano.
 
 They compile for both targets, keep nothing in local memory, and touch nothing of their own launch
 before they wait.
@@ -74,7 +74,29 @@ def post(num_rows: int, heads: tuple[int, int], sizes: tuple[int, int], *, full:
     }
 
 
+def gated(num_rows: int, results: int, mixed: int) -> CallArgs:
+    """Of Inkling-2-Mini."""
+    width, rank = 2304, 64
+    return {
+        "mixed": TensorArg((mixed, num_rows, width), FLOAT32),
+        "former": [TensorArg((num_rows, width), BF16)] * 2,
+        "message_queries": TensorArg((4, width), FLOAT32),
+        "down": TensorArg((results, rank, 2 * width), BF16),
+        "forget": TensorArg((results, width, rank), BF16),
+        "gain": TensorArg((results, width, rank), BF16),
+        "norm_weights": [TensorArg((width,), BF16)] * mixed,
+        "first": 4 - results if results == 1 else 0,
+        "mix_eps": 1e-6,
+        "gate_eps": 1e-6,
+        "norm_eps": 1e-6,
+    }
+
+
 CALLS = [
+    ("gated_input", gated(1, 3, 1), 1),
+    ("gated_input", gated(8, 3, 3), 1),
+    ("gated_input", gated(8, 1, 1), 1),
+    ("allreduce_conv_mix", {**mix(8, 4, 3, 2304), "norm_weights": []}, 2),
     ("allreduce_conv_mix", mix(8, 8, 1), 3),
     ("allreduce_conv_mix", mix(1, 8, 3), 3),
     ("allreduce_conv_mix", mix(512, 9, 3), 1),
