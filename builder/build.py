@@ -22,6 +22,7 @@ from inkrt.builder.choose_drafter import (
     require_buildable,
 )
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
+from inkrt.builder.dequantize import choose_forms
 from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.dump import write_graph
 from inkrt.builder.lower import Target, lower, start_compiling
@@ -30,7 +31,6 @@ from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_comma
 from inkrt.builder.pack import PackedTensor, packed_tensors
 from inkrt.builder.pack_weights import build_key, pack_weights
 from inkrt.builder.passes import Pass, passes_for
-from inkrt.builder.quantize import choose_projections
 from inkrt.builder.ratio_tests import apart_from_steps, ratio_tests
 from inkrt.builder.steps import engine_steps, state_layout, step_modules
 from inkrt.builder.tactics import TacticChooser
@@ -142,7 +142,7 @@ def prepare(
     """
     definition = find_definition(checkpoint.config)
     model: ModelConfig = definition.parse_config(checkpoint.config)
-    model = choose_projections(definition, model, options, progress)
+    model = choose_forms(definition, model, options, progress)
     sharding = Sharding(options.tp_size, options.moe_split)
     model.check_sharding(sharding)
     options = _resolve(checkpoint, definition, model, options)
@@ -327,7 +327,7 @@ def _check_weights(
     for rank in range(sharding.tp_size):
         sources = definition.weight_sources(model, checkpoint.names, rank, sharding)
         sources |= tower_sources(towers, checkpoint.names)
-        for part in (part for source in sources.values() for part in source.parts):
+        for part in (part for source in sources.values() for part in source.all_parts):
             checkpoint.check(part)
 
 

@@ -17,9 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from inkrt.builder.encoding import DTYPES_OF, blocks_of, require_values
 from inkrt.builder.mapped import MappedFile, Span, extent
 from inkrt.engines.interface import Part
-from inkrt.errors import CheckpointError
+from inkrt.errors import CheckpointError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +29,6 @@ INDEX_NAME = "model.safetensors.index.json"
 # By their safetensors codes: of weights, and of token ids.
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 _ID_DTYPES = ("I64", "I32", "BOOL")
-_RAW_DTYPES = ("U8", "F8_E4M3", "F8_E8M0")
 _STORED = _DTYPES | {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -37,6 +37,8 @@ _STORED = _DTYPES | {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+# What file systems take.
+_MOST_NAME_BYTES = 255
 # Beside config.json, where its publisher lists which modules are quantized, and how.
 QUANT_CONFIG_NAME = "hf_quant_config.json"
 
@@ -132,6 +134,10 @@ class Checkpoint:
         for shard in self._shard_names():
             self._shards[shard] = _open_shard(folder / shard)
             for name in self._shards[shard].offsets:
+                if not name.isprintable():
+                    raise CheckpointError(
+                        f"{folder / shard}: {name!r} is no name of a tensor; download it again"
+                    )
                 if name in self._shard_of:
                     raise CheckpointError(
                         f"{folder / shard}: tensor {name} stands in {self._shard_of[name]} too; "
@@ -196,8 +202,8 @@ class Checkpoint:
         Raises:
             CheckpointError: the tensor is missing, or its shape or dtype is not the expected.
         """
-        if part.is_raw:
-            self._check_raw(part)
+        if part.encoding:
+            self._check_encoding(part)
         elif not part.is_ids:
             self.dtype_of(part.name)
         elif (code := self._header_of(part.name).get_dtype()) not in _ID_DTYPES:
@@ -209,15 +215,15 @@ class Checkpoint:
         if tuple(shape) != part.shape and not (part.or_scalar and math.prod(shape) == 1):
             raise CheckpointError(
                 f"{self.folder / self._shard_of[part.name]}: tensor {part.name} has shape "
-                f"{shape}, {list(part.shape)} expected from config.json; one of the two belongs "
-                f"to another model"
+                f"{shape}, {list(part.shape)} expected from config.json{blocks_of(part)}; one of "
+                f"the two belongs to another model"
             )
 
     def read(self, part: Part) -> Tensor:
         """The piece as a strided view of the memory-mapped shard.
 
         Raises:
-            CheckpointError: as `check`.
+            CheckpointError: as `check`, or it has values that an encoded weight or a scale cannot.
         """
         self.check(part)
         shard = self._shards[self._shard_of[part.name]]
@@ -225,11 +231,12 @@ class Checkpoint:
         dtype, shape = _STORED[header.get_dtype()], tuple(header.get_shape())
         first = shard.offsets[part.name]
         tensor = shard.mapped.tensor(first, math.prod(shape) * dtype.itemsize, dtype).view(shape)
-        if part.is_raw:
+        if part.encoding:
             tensor = tensor.view(torch.uint8)
-        if part.or_scalar and shape != part.shape:
-            return tensor.reshape(1)
-        return tensor[part.index]
+        is_one = part.or_scalar and shape != part.shape
+        piece = tensor.reshape(1) if is_one else tensor[part.index]
+        require_values(part, piece, self.folder / self._shard_of[part.name])
+        return piece
 
     def span(self, part: Part) -> Span:
         """What `read` reads.
@@ -249,13 +256,14 @@ class Checkpoint:
         states = [(name, (self.folder / name).stat()) for name in sorted(self._shards)]
         return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
-    def _check_raw(self, part: Part) -> None:
-        code = self._header_of(part.name).get_dtype()
-        if code not in _RAW_DTYPES:
+    def _check_encoding(self, part: Part) -> None:
+        assert part.encoding is not None
+        code, allowed = self._header_of(part.name).get_dtype(), DTYPES_OF[part.encoding]
+        if code not in allowed:
             raise CheckpointError(
                 f"{self.folder / self._shard_of[part.name]}: tensor {part.name} has dtype {code}, "
-                f"quantized weights and their scales must be {', '.join(_RAW_DTYPES)}; "
-                f"{QUANT_CONFIG_NAME} or config.json belongs to another release of the model"
+                f"{' or '.join(allowed)} expected of quantized weights; {QUANT_CONFIG_NAME} or "
+                f"config.json belongs to another release of the model"
             )
 
     def _header_of(self, name: str) -> Any:
@@ -270,7 +278,8 @@ class Checkpoint:
         if (self.folder / INDEX_NAME).is_file():
             weight_map = read_json(self.folder / INDEX_NAME).get("weight_map")
             if not isinstance(weight_map, dict) or not all(
-                isinstance(shard, str) for shard in weight_map.values()
+                name.isprintable() and isinstance(shard, str) and _is_file_name(shard)
+                for name, shard in weight_map.items()
             ):
                 raise CheckpointError(
                     f"{self.folder / INDEX_NAME} has no weight_map from tensor names to file "
@@ -315,7 +324,9 @@ def read_json(path: Path) -> dict[str, Any]:
             f"cannot read {path} ({error.strerror}); a checkpoint folder has it beside its shards"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
+        raise CheckpointError(
+            f"{path} is not valid JSON ({printable(error)}); download it again"
+        ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value
@@ -344,6 +355,11 @@ class _Shard:
     mapped: MappedFile
 
 
+def _is_file_name(text: str) -> bool:
+    """Whether a text can be the name of a file beside the index, and nothing else."""
+    return text.isprintable() and Path(text).name == text and len(text) < _MOST_NAME_BYTES
+
+
 def _open_shard(path: Path) -> _Shard:
     try:
         headers = safe_open(path, framework="np")  # checks that offsets fit the file
@@ -361,5 +377,5 @@ def _open_shard(path: Path) -> _Shard:
         ) from None
     except SafetensorError as error:
         raise CheckpointError(
-            f"shard {path} is truncated or damaged ({error}); download it again"
+            f"shard {path} is truncated or damaged ({printable(error)}); download it again"
         ) from None

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from inkrt.builder.pack import PackedTensor
+from inkrt.errors import ConfigError
 from inkrt.plugins import mxfp8
 
 # A small tensor (a router, norms) is its own template; of a large one this much is made.
 _WHOLE_BYTES = 8 * 2**20
 _TEMPLATE_BYTES = 2**20
+# Far above what rows of any model take.
+_MOST_TEMPLATE_BYTES = 256 * 2**20
 # Root mean square of uniform e2m1 codes.
 _CODE_RMS = 2.9
 
@@ -36,7 +39,11 @@ class DummyWeights:
 
 
 def dummy_weights(tensors: list[PackedTensor]) -> DummyWeights:
-    """Make a template for every kind of tensor; the same tensors give the same bytes."""
+    """Make a template for every kind of tensor; the same tensors give the same bytes.
+
+    Raises:
+        ConfigError: rows are too long for any model.
+    """
     kind_of: dict[str, str] = {}
     templates: dict[str, bytes] = {}
     for tensor in tensors:
@@ -66,6 +73,12 @@ def _template(tensor: PackedTensor) -> bytes:
     num_rows = _num_rows(parts[0])
     values = []
     for part in parts:
+        num_bytes = math.prod(_cut(part, num_rows)) * part.dtype.itemsize
+        if num_bytes > _MOST_TEMPLATE_BYTES:
+            raise ConfigError(
+                f"weight {part.name} is {list(part.shape)} by config.json, of which a few rows "
+                f"alone are {num_bytes:,} bytes; no model has such rows, so a size there is wrong"
+            )
         generator = torch.Generator().manual_seed(int(_hash(_description(part))[:12], 16))
         values.append(_values(part, _cut(part, num_rows), generator))
     data = values[0] if tensor.packing is None else tensor.packing.pack(*values)

@@ -7,8 +7,8 @@ order (ggml counts dimensions from the other end). A tensor X.weight of type NVF
     X.weight_scale  uint8 [..., N, K / 16]   E4M3 bytes 0 to 0x7E
 
 Its third part, X.scale, is a tensor of the file. Nothing is rounded: the same codes and scales are
-put in another order. Header and metadata are read with the package `gguf`. The config is that of
-config.json; which tensors are NVFP4 is added to it as `quantization_config`.
+put in another order. The header is read by `gguf_header`. The config is that of config.json; which
+tensors are NVFP4 is added to it as `quantization_config`.
 
 In the file 64 values of K are 36 bytes: four scales, then 8 bytes for each 16 values, of which byte
 i holds value i in its low and value 8 + i in its high four bits.
@@ -21,13 +21,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inkrt.builder.checkpoint import read_json
+from inkrt.builder.encoding import require_values
+from inkrt.builder.gguf_header import GgufHeader, GgufTensor, read_header
 from inkrt.builder.mapped import MappedFile, Span, extent
 from inkrt.engines.interface import Part
-from inkrt.errors import BuildError, CheckpointError
+from inkrt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +72,6 @@ class GgufCheckpoint:
         config: of the model, with `quantization_config` if the file has NVFP4 tensors.
 
     Raises:
-        BuildError: from the constructor, if the package `gguf` is not installed.
         CheckpointError: from the constructor, if the file or the config is missing, damaged or not
             supported.
     """
@@ -77,12 +80,12 @@ class GgufCheckpoint:
         self.path = path
         self.folder = path.parent
         config = read_json(self.folder / "config.json")
-        reader = _open(path)
-        self._header_bytes = int(reader.data_offset)
-        _require_wide_activations(path, reader)
+        header = read_header(path, _open(path))
         self._mapped = MappedFile(path)
+        self._header_bytes = header.num_bytes
+        _require_wide_activations(path, header)
         self._entries: dict[str, _Entry] = {}
-        for tensor in reader.tensors:
+        for tensor in header.tensors:
             self._entries |= _entries_of(path, tensor)
         quantized = [name for name, entry in self._entries.items() if entry.kind == "codes"]
         if quantized:
@@ -140,7 +143,7 @@ class GgufCheckpoint:
         """The piece; a view of the memory-mapped file unless it is NVFP4.
 
         Raises:
-            CheckpointError: as `check`, or a scale of the piece is no number.
+            CheckpointError: as `check`, or a scale of the piece is no number or negative.
         """
         self.check(part)
         entry = self._entry(part.name)
@@ -148,7 +151,9 @@ class GgufCheckpoint:
         num_bytes = math.prod(rows) * entry.row_bytes
         if entry.kind == "plain":
             plain = self._mapped.tensor(entry.offset, num_bytes, entry.dtype)
-            return plain.view(entry.shape)[part.index]
+            piece = plain.view(entry.shape)[part.index]
+            require_values(part, piece, self.path)
+            return piece
         raw = self._mapped.tensor(entry.offset, num_bytes, torch.uint8)
         stored = raw.view(*rows, entry.row_bytes)[part.index[:-1]]
         blocks = stored.reshape(*stored.shape[:-1], -1, _SUPER_BLOCK_BYTES)
@@ -196,53 +201,43 @@ class GgufCheckpoint:
         )
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> NDArray[np.uint8]:
+    """All bytes of the file, mapped."""
     try:
-        from gguf import GGUFReader
-    except ModuleNotFoundError:
-        raise BuildError(
-            "reading a GGUF file needs the package gguf; install it with: "
-            "pip install 'inkrt[build]'"
-        ) from None
-    try:
-        return GGUFReader(path, "r")  # for the header; tensors are read by `MappedFile`
+        if path.exists() and not path.is_file():
+            raise OSError("not a file")
+        return np.memmap(path, np.uint8, "r")  # for the header; tensors are read by `MappedFile`
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path} ({error}); it must be a file that you may read"
         ) from None
-    except (ValueError, KeyError, IndexError, OverflowError) as error:
+    except ValueError:
         raise CheckpointError(
-            f"{path} is truncated, damaged or of an unknown kind ({error}); download it again"
+            f"{path} is truncated, damaged or of an unknown kind (it is empty); download it again"
         ) from None
 
 
-def _require_wide_activations(path: Path, reader: Any) -> None:
+def _require_wide_activations(path: Path, header: GgufHeader) -> None:
     """Refuse a file that asks for 4-bit activations for any tensor."""
-    field = reader.get_field(_ACTIVATION_KEY)
-    if field is None:
-        return
-    value = field.contents()
-    if any(value if isinstance(value, list) else [value]):
+    value = header.metadata.get(_ACTIVATION_KEY, False)
+    if not isinstance(value, bool | np.ndarray) or np.any(value):
         raise CheckpointError(
             f"{path}: {_ACTIVATION_KEY} asks for 4-bit activations, only 16-bit activations "
             f"(all false) are supported by this version; use a release of the model with them"
         )
 
 
-def _entries_of(path: Path, tensor: Any) -> dict[str, _Entry]:
-    """The entries of one tensor of the file; `tensor` is a ReaderTensor of the package."""
-    from gguf import GGMLQuantizationType as Kind
-
-    name = str(tensor.name)
-    shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
-    offset, row_bytes = int(tensor.data_offset), int(tensor.n_bytes) // math.prod(shape[:-1])
-    for kind, dtype in ((Kind.F32, torch.float32), (Kind.BF16, torch.bfloat16)):
-        if tensor.tensor_type == kind:
-            return {name: _Entry("plain", shape, dtype, offset, row_bytes)}
-    if tensor.tensor_type != Kind.NVFP4 or not name.endswith(".weight"):
+def _entries_of(path: Path, tensor: GgufTensor) -> dict[str, _Entry]:
+    """The entries of one tensor of the file."""
+    name, shape, offset = tensor.name, tensor.shape, tensor.start
+    row_bytes = tensor.num_bytes // math.prod(shape[:-1])
+    if tensor.type != "NVFP4":
+        dtype = torch.float32 if tensor.type == "F32" else torch.bfloat16
+        return {name: _Entry("plain", shape, dtype, offset, row_bytes)}
+    if not name.endswith(".weight"):
         raise CheckpointError(
-            f"{path}: tensor {name} has ggml type {tensor.tensor_type.name}, only F32, BF16 and, "
-            f"for weights, NVFP4 are supported by this version; use a release of the model in these"
+            f"{path}: tensor {name} has ggml type NVFP4, only F32, BF16 and, for weights, NVFP4 "
+            f"are supported by this version; use a release of the model in these"
         )
     *rows, width = shape
     return {

@@ -37,6 +37,9 @@ class BuildOptions:
             out. On a GPU this version has no kernels for towers.
         projections: form of attention projections that the checkpoint has in bf16 or float32:
             "checkpoint" keeps them, "mxfp8" and "nvfp4" quantize them (Inkling-2 only).
+        experts: form of quantized experts: "checkpoint" keeps it, "bf16" decodes them exactly, to
+            bfloat16 (float32 in an engine that computes in it) and, of NVFP4, its global scale
+            beside.
         sums: what sends a rank's part of a sum to the others: with "mix" the launch that adds the
             parts, with "pushed" the product that makes it, where a GPU has a kernel for that.
         weights: "dummy" writes no weight files; the runtime fills memory with a fixed pattern.
@@ -80,6 +83,10 @@ class BuildOptions:
         default="checkpoint",
         metadata={"help": "quantize attention projections (Inkling-2); checkpoint: as they are"},
     )
+    experts: Literal["checkpoint", "bf16"] = field(
+        default="checkpoint",
+        metadata={"help": "decode quantized experts, exactly; checkpoint: as they are"},
+    )
     sums: Literal["mix", "pushed", "streamed"] = field(
         default="mix",
         metadata={
@@ -120,6 +127,7 @@ class BuildOptions:
             ("spec", ("auto", "none", "dspark", "mtp")),
             ("towers", ("auto", "none")),
             ("projections", ("checkpoint", "mxfp8", "nvfp4")),
+            ("experts", ("checkpoint", "bf16")),
             ("sums", ("mix", "pushed", "streamed")),
             ("weights", ("real", "dummy")),
             ("moe_split", ("experts", "width")),

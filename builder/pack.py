@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from inkrt.builder.checkpoint import CheckpointSource
+from inkrt.builder.dequantize import dequantized
 from inkrt.builder.lower_kernels import PackedWeights
 from inkrt.builder.quantize import Quantizer
 from inkrt.engines.interface import WeightSource
@@ -135,13 +136,15 @@ def read_weight(
     """
     if source.quantize is not None:
         pieces = [(quantizer or Quantizer()).piece(tensor.name, checkpoint, source)]
+    elif source.dequantize is not None:
+        pieces = [dequantized(checkpoint, source, tensor.dtype)]
     else:
         pieces = [checkpoint.read(part) for part in source.parts]
     if source.is_one_of_equals:
         _require_equal(checkpoint, source, pieces)
         pieces = pieces[:1]
     if source.is_quotient:
-        pieces = [pieces[0].float() / pieces[1].float()]
+        pieces = [_quotient(checkpoint, source, *pieces)]
     value = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=source.dim)
     if source.pad:
         value = torch.cat([value, value.new_zeros(source.pad, *value.shape[1:])])
@@ -157,6 +160,18 @@ def read_weight(
             f"release of the model"
         )
     return value.to(tensor.dtype).reshape(tensor.shape).contiguous()
+
+
+def _quotient(
+    checkpoint: CheckpointSource, source: WeightSource, numerator: Tensor, denominator: Tensor
+) -> Tensor:
+    value = numerator.float() / denominator.float()
+    if not value.isfinite().all():
+        names = " over ".join(part.name for part in source.parts)
+        raise CheckpointError(
+            f"{checkpoint.folder}: {names} is beyond what float32 can hold; download the file again"
+        )
+    return value
 
 
 def _require_equal(

@@ -145,7 +145,7 @@ def _tell_left_out(
 ) -> None:
     drafter = prepared.drafter
     reader = drafter.checkpoint if drafter else checkpoint
-    used = {part.name for rank in sources for source in rank.values() for part in source.parts}
+    used = {part.name for rank in sources for source in rank.values() for part in source.all_parts}
     others = reader.names - used
     ignored = unpacked_tensors(checkpoint, drafter) & others
     ignored |= {name for name in others if prepared.definition.ignored(name)}

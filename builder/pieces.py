@@ -41,7 +41,7 @@ class Piece:
         """What it is made of; where a matrix is quantized, all of it."""
         parts = []
         for source in self.sources.values():
-            for part in source.parts:
+            for part in source.all_parts:
                 whole = (slice(None),) * len(part.shape)
                 parts.append(part if source.quantize is None else replace(part, index=whole))
         return tuple(parts)

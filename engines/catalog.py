@@ -1,6 +1,7 @@
 """The model families that can be built, by `model_type` of the checkpoint's config.json."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from inkrt.engines.interface import (
@@ -23,11 +24,22 @@ def _flint() -> Definition:
     # tiny model's rows are within 0.03 in the mean and 0.18 at worst, as far as transformers in
     # bfloat16 is from itself in float32.
     parity = {"float32": EXACT_PARITY["float32"], "bfloat16": ParityBound(0.3, 0.6)}
-    return Definition(parse_config, Flint, weight_sources, is_ignored, draft_target, parity=parity)
+    return Definition(
+        parse_config,
+        Flint,
+        weight_sources,
+        is_ignored,
+        draft_target,
+        parity=parity,
+        dequantize_experts=lambda config: (
+            replace(config, decodes_experts=config.has_nvfp4),
+            config.has_nvfp4,
+        ),
+    )
 
 
 def _inkling() -> Definition:
-    from inkrt.engines.inkling.config import draft_target, parse_config
+    from inkrt.engines.inkling.config import dequantize_experts, draft_target, parse_config
     from inkrt.engines.inkling.model import Inkling
     from inkrt.engines.inkling.mtp import ChainStep
     from inkrt.engines.inkling.towers import towers
@@ -47,11 +59,17 @@ def _inkling() -> Definition:
         mtp=mtp,
         parity=parity,
         towers=towers,
+        dequantize_experts=dequantize_experts,
     )
 
 
 def _inkling2() -> Definition:
-    from inkrt.engines.inkling2.config import draft_target, parse_config, quantize_projections
+    from inkrt.engines.inkling2.config import (
+        dequantize_experts,
+        draft_target,
+        parse_config,
+        quantize_projections,
+    )
     from inkrt.engines.inkling2.model import Inkling2, draft_step
     from inkrt.engines.inkling2.towers import towers
     from inkrt.engines.inkling2.weights import is_ignored, weight_sources
@@ -66,11 +84,12 @@ def _inkling2() -> Definition:
         drafting,
         quantize_projections=quantize_projections,
         towers=towers,
+        dequantize_experts=dequantize_experts,
     )
 
 
 def _inkling2_loop() -> Definition:
-    from inkrt.engines.inkling2.config import quantize_projections
+    from inkrt.engines.inkling2.config import dequantize_experts, quantize_projections
     from inkrt.engines.inkling2.model import draft_step
     from inkrt.engines.inkling2_loop.config import draft_target, parse_config
     from inkrt.engines.inkling2_loop.model import Inkling2Loop
@@ -84,6 +103,7 @@ def _inkling2_loop() -> Definition:
         draft_target,
         Drafting(Inkling2Loop, draft_step),
         quantize_projections=quantize_projections,
+        dequantize_experts=dequantize_experts,
     )
 
 

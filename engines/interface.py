@@ -116,6 +116,10 @@ class StepInputs:
     seed: Tensor
 
 
+# Bits of quantized weights, read as uint8: two E2M1 codes to a byte, E4M3 codes, scales.
+Encoding = Literal["e2m1", "e4m3", "e4m3_scale", "e8m0_scale"]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A rectangular piece of one checkpoint tensor.
@@ -125,7 +129,8 @@ class Part:
         shape: the whole tensor's shape, checked before reading.
         index: one slice per dimension; steps are allowed.
         is_ids: whether it holds integers or truth values, as no weight does.
-        is_raw: whether it holds bits of an 8-bit format, which are read as uint8.
+        encoding: of bits; None for numbers.
+        sign: what numbers that scale others must be; all but "any" must be finite.
         or_scalar: whether a tensor of one value may stand there instead of one of this shape.
     """
 
@@ -133,7 +138,8 @@ class Part:
     shape: tuple[int, ...]
     index: tuple[slice, ...]
     is_ids: bool = False
-    is_raw: bool = False
+    encoding: Encoding | None = None
+    sign: Literal["any", "not negative", "positive"] = "any"
     or_scalar: bool = False
 
 
@@ -151,6 +157,14 @@ class Quantize:
 
 
 @dataclass(frozen=True, slots=True)
+class Dequantize:
+    """Codes become values at build, without a global scale; `scales` are pieces like theirs."""
+
+    form: Literal["nvfp4", "mxfp8"]
+    scales: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSource:
     """Where one parameter of one rank comes from.
 
@@ -161,6 +175,7 @@ class WeightSource:
         is_one_of_equals: the parts hold the same values, which is checked, and one is taken.
         is_quotient: the first part divided by the second, in float32.
         quantize: the one part is a plain matrix, of which a quantized piece is wanted.
+        dequantize: the parts are codes, whose values are wanted.
     """
 
     parts: tuple[Part, ...]
@@ -169,6 +184,12 @@ class WeightSource:
     is_one_of_equals: bool = False
     is_quotient: bool = False
     quantize: Quantize | None = None
+    dequantize: Dequantize | None = None
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """Every piece that is read."""
+        return self.parts + (self.dequantize.scales if self.dequantize else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +382,8 @@ class Definition:
         towers: what the model reads besides text, from (config.json, configuration).
         quantize_projections: the configuration with plain attention projections in another form,
             from (config, form); None for a family whose builds cannot quantize them.
+        dequantize_experts: the configuration with the values of quantized experts, and whether
+            global scales stand beside; None for a family whose builds cannot decode them.
     """
 
     parse_config: Callable[[Mapping[str, Any]], Any]
@@ -373,3 +396,4 @@ class Definition:
     parity: Mapping[str, ParityBound] = field(default_factory=lambda: EXACT_PARITY)
     quantize_projections: Callable[[Any, Any], Any] | None = None
     towers: "Callable[[Mapping[str, Any], Any], tuple[Tower, ...]]" = lambda _values, _config: ()
+    dequantize_experts: Callable[[Any], tuple[Any, bool]] | None = None

@@ -11,6 +11,9 @@ from inkrt.errors import ConfigError
 
 # Positions and ids are int32 on the device.
 LARGEST = 2**31 - 1
+# Of what readers count one by one: a layer or an expert is a few entries of lists. Several times
+# what any model has.
+MOST_LAYERS, MOST_EXPERTS = 512, 8192
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -45,17 +48,17 @@ class ConfigReader:
             return self._values[alias]
         return default
 
-    def integer(self, key: str, default: int, *, minimum: int = 1) -> int:
-        """An integer from `minimum` to LARGEST.
+    def integer(self, key: str, default: int, *, minimum: int = 1, maximum: int = LARGEST) -> int:
+        """An integer from `minimum` to `maximum`.
 
         Raises:
             ConfigError: it is none.
         """
         value = self.get(key, default)
-        if not _is_integer(value, minimum):
+        if not _is_integer(value, minimum, maximum):
             raise ConfigError(
                 f"config.json: {self._section}{key} must be an integer from {minimum} to "
-                f"{LARGEST}, got {value!r}"
+                f"{maximum}, got {value!r}"
             )
         return int(value)
 
@@ -117,7 +120,7 @@ class ConfigReader:
         return str(value)
 
 
-def _is_integer(value: object, minimum: int) -> bool:
+def _is_integer(value: object, minimum: int, maximum: int = LARGEST) -> bool:
     if isinstance(value, bool) or not isinstance(value, int):
         return False
-    return minimum <= value <= LARGEST
+    return minimum <= value <= maximum

@@ -14,6 +14,11 @@ class InkError(Exception):
     exit_code: ClassVar[int] = 1
 
 
+def printable(text: object) -> str:
+    """Text of a file or of a library for a message of one line: what cannot be printed, escaped."""
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in str(text))
+
+
 class UsageError(InkError):
     """Options of a command that do not go together."""
 

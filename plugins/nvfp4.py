@@ -8,7 +8,8 @@ multiplies the float32 sum of a row.
 
 An operator takes a weight that may be NVFP4 as three arguments that stand side by side, named after
 the weight: `w`, `w_scales`, `w_global_scale` (an operator with one weight drops the prefix). Either
-`w` has the model's dtype and the others are None, or `w` holds codes:
+`w` has the model's dtype and the others are None, or it has decoded values of that dtype and only
+the scales are None (operators of experts), or `w` holds codes:
 
     w               uint8 [..., N, K / 2]   column 2i in the low, 2i + 1 in the high four bits
     w_scales        uint8 [..., N, K / 16]  bits of E4M3 without a sign, 0 to 0x7E
@@ -89,8 +90,9 @@ def fit_weight(
     global_scale: Tensor | None,
     *letters: str,
     dtype: torch.dtype,
+    decoded: bool = False,
 ) -> None:
-    """Check a weight of either form.
+    """Check a weight of any form.
 
     Args:
         axes: of the call.
@@ -100,18 +102,22 @@ def fit_weight(
         global_scale: see the module docstring.
         *letters: two or three axes of the matrix; the last may be new to `axes`.
         dtype: of the weight if it is not quantized.
+        decoded: whether the operator takes a global scale beside such a weight.
 
     Raises:
         BuildError: a shape or dtype does not fit, or the three do not make one form.
     """
     prefix = "" if name in ("weight", "codes") else f"{name}_"
+    *rows, columns = letters
     if scales is None:
         axes.require(
-            global_scale is None, f"{prefix}global_scale is a tensor, expected None without scales"
+            decoded or global_scale is None,
+            f"{prefix}global_scale is a tensor, expected None without scales",
         )
         axes.fit(name, weight, *letters, dtype=dtype)
+        if global_scale is not None:
+            axes.fit(f"{prefix}global_scale", global_scale, rows[0], dtype=torch.float32)
         return
-    *rows, columns = letters
     axes.fit(name, weight, *rows, f"{columns}/2", dtype=torch.uint8)
     axes.fit(f"{prefix}scales", scales, *rows, f"{columns}/{BLOCK}", dtype=torch.uint8)
     axes.require(global_scale is not None, f"{prefix}global_scale is None, expected float32")

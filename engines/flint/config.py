@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inkrt.engines.interface import DraftTarget, Sharding
-from inkrt.engines.reader import ConfigReader
+from inkrt.engines.reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 from inkrt.errors import ConfigError
 from inkrt.plugins.nvfp4 import BLOCK
 
@@ -29,6 +29,7 @@ class FlintConfig:
         sliding_window: positions a query of a sliding layer sees, itself included.
         has_nvfp4: whether projections and experts are NVFP4.
         has_nvfp4_head: whether the head is too.
+        decodes_experts: whether an engine has the values of NVFP4 routed experts.
     """
 
     vocab_size: int
@@ -52,6 +53,7 @@ class FlintConfig:
     dtype: str | None
     has_nvfp4: bool
     has_nvfp4_head: bool
+    decodes_experts: bool = False
 
     @property
     def unpadded_vocab_size(self) -> int:
@@ -108,7 +110,7 @@ def parse_config(values: Mapping[str, Any]) -> FlintConfig:
         ("use_sliding_window", True),
     ):
         read.require(key, allowed)
-    num_layers = read.integer("num_hidden_layers", 49)
+    num_layers = read.integer("num_hidden_layers", 49, maximum=MOST_LAYERS)
     is_sliding = _sliding_layers(read.get("layer_types", None), num_layers)
     _check_rotary_layers(read.get("no_rope_layer_indices", None), is_sliding)
     has_nvfp4, has_nvfp4_head = _quantization(read.get("quantization_config", None))
@@ -128,7 +130,7 @@ def parse_config(values: Mapping[str, Any]) -> FlintConfig:
         is_dense=_dense_layers(read.get("mlp_only_layers", None), num_layers),
         moe_intermediate_size=read.integer("moe_intermediate_size", 512),
         shared_expert_intermediate_size=read.integer("shared_expert_intermediate_size", 1024),
-        num_experts=read.integer("num_experts", 256),
+        num_experts=read.integer("num_experts", 256, maximum=MOST_EXPERTS),
         num_experts_per_tok=read.integer("num_experts_per_tok", 6),
         eos_token_ids=read.token_ids("eos_token_id", None),
         dtype=read.dtype(),

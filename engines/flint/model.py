@@ -122,8 +122,13 @@ class Experts(nn.Module):
         else:
             width //= tp_size
         self.router = parameter(config.num_experts, hidden, dtype=dtype)
-        self.gate_up = Matrix(num_own, 2 * width, hidden, dtype=dtype, is_nvfp4=is_nvfp4)
-        self.down = Matrix(num_own, hidden, width, dtype=dtype, is_nvfp4=is_nvfp4)
+        is_decoded = config.decodes_experts
+        self.gate_up = Matrix(
+            num_own, 2 * width, hidden, dtype=dtype, is_nvfp4=is_nvfp4, is_decoded=is_decoded
+        )
+        self.down = Matrix(
+            num_own, hidden, width, dtype=dtype, is_nvfp4=is_nvfp4, is_decoded=is_decoded
+        )
         shared_width = config.shared_expert_intermediate_size // tp_size
         self.shared = DenseMlp(hidden, shared_width, dtype, is_nvfp4=is_nvfp4)
 

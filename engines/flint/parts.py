@@ -8,16 +8,29 @@ from inkrt.plugins.nvfp4 import BLOCK
 
 
 class Matrix(nn.Module):
-    """A matrix [N, K], or a stack of them [L, N, K], in either form."""
+    """A matrix [N, K], or a stack of them [L, N, K], in either form.
+
+    Args:
+        *shape: of it.
+        dtype: of values.
+        is_nvfp4: whether the checkpoint has codes.
+        is_decoded: of a stack, whether the engine has their values instead.
+    """
 
     scales: nn.Parameter | None
     global_scale: nn.Parameter | None
 
-    def __init__(self, *shape: int, dtype: torch.dtype, is_nvfp4: bool) -> None:
+    def __init__(
+        self, *shape: int, dtype: torch.dtype, is_nvfp4: bool, is_decoded: bool = False
+    ) -> None:
         super().__init__()
         *rows, width = shape
-        if is_nvfp4:
-            stack = rows[0] if len(rows) == 2 else 1
+        stack = rows[0] if len(rows) == 2 else 1
+        if is_nvfp4 and is_decoded:
+            self.weight = parameter(*shape, dtype=dtype)
+            self.scales = None
+            self.global_scale = parameter(stack, dtype=torch.float32)
+        elif is_nvfp4:
             self.weight = parameter(*rows, width // 2, dtype=torch.uint8)
             self.scales = parameter(*rows, width // BLOCK, dtype=torch.uint8)
             self.global_scale = parameter(stack, dtype=torch.float32)

@@ -9,10 +9,10 @@ Matrices that are one operator argument here share one global scale, so the scal
 must be equal: queries, keys and values; gate and up.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inkrt.engines.flint.config import FlintConfig
-from inkrt.engines.interface import Part, Sharding, WeightSource, vocabulary_share
+from inkrt.engines.interface import Dequantize, Part, Sharding, WeightSource, vocabulary_share
 from inkrt.errors import CheckpointError
 from inkrt.plugins.nvfp4 import BLOCK
 
@@ -56,7 +56,7 @@ def weight_sources(
     """
     if "token_embd.weight" in names:
         sources = _Map(config, names, rank, sharding, is_gguf=True).sources()
-        used = {part.name for source in sources.values() for part in source.parts}
+        used = {part.name for source in sources.values() for part in source.all_parts}
         if unknown := sorted(names - used):
             raise CheckpointError(
                 f"the GGUF file holds {unknown[0]}, which has no place in a Flint model of this "
@@ -201,7 +201,10 @@ class _Map:
                     f"blk.{layer}.ffn_down_exps", (num_experts, hidden, width), (own, every, units)
                 )
             ]
-            return self.matrix("mlp.gate_up", gates + ups, dim=1) | self.matrix("mlp.down", downs)
+            is_decoded = config.decodes_experts
+            return self.matrix(
+                "mlp.gate_up", gates + ups, dim=1, is_decoded=is_decoded
+            ) | self.matrix("mlp.down", downs, is_decoded=is_decoded)
 
         root = f"model.layers.{layer}.mlp.experts."
         if f"{root}gate_up_proj" in self.names:
@@ -232,6 +235,7 @@ class _Map:
         dim: int = 0,
         is_nvfp4: bool | None = None,
         pad: int = 0,
+        is_decoded: bool = False,
     ) -> dict[str, WeightSource]:
         """Sources of a `Matrix` that is made of pieces along `dim`."""
         if is_nvfp4 is None:
@@ -245,16 +249,17 @@ class _Map:
                 f"{piece.name}.scale",
                 (piece.shape[0],) if len(piece.shape) == 3 else (1,),
                 (piece.index[0],) if len(piece.shape) == 3 else (slice(None),),
+                sign="not negative",
             )
             for piece in pieces
         )
-        return {
-            f"{ours}.weight": WeightSource(tuple(p.part(".weight", 2) for p in pieces), dim, pad),
-            f"{ours}.scales": WeightSource(
-                tuple(p.part(".weight_scale", BLOCK) for p in pieces), dim, pad
-            ),
-            f"{ours}.global_scale": WeightSource(scales, is_one_of_equals=True),
-        }
+        codes = WeightSource(tuple(p.part(".weight", 2) for p in pieces), dim, pad)
+        blocks = WeightSource(tuple(p.part(".weight_scale", BLOCK) for p in pieces), dim, pad)
+        sources = {f"{ours}.global_scale": WeightSource(scales, is_one_of_equals=True)}
+        if is_decoded:
+            decoded = replace(codes, dequantize=Dequantize("nvfp4", blocks.parts))
+            return sources | {f"{ours}.weight": decoded}
+        return sources | {f"{ours}.weight": codes, f"{ours}.scales": blocks}
 
     def name(self, layer: int, ours: str) -> str:
         root = f"blk.{layer}." if self.is_gguf else f"model.layers.{layer}."

@@ -7,12 +7,21 @@ are rejected by name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from inkrt.engines.inkling2.config import AttentionShape, read_shapes
 from inkrt.engines.interface import DraftTarget, MtpConfig, Sharding
-from inkrt.engines.reader import ConfigReader
+from inkrt.engines.quantization import (
+    Quantization,
+    WeightForm,
+    dequantized,
+    expert_forms,
+    layer_of_experts,
+    read_quantization,
+    require_expert_blocks,
+)
+from inkrt.engines.reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 from inkrt.errors import ConfigError
 
 FAMILY = "inkling"
@@ -48,6 +57,8 @@ class InklingConfig:
         intermediate_size: width of dense MLPs.
         log_scaling_n_floor: None for no log scaling.
         mtp: all MTP heads that the checkpoint has; None for none.
+        stored_experts: forms of every layer's routed experts in the checkpoint.
+        experts: likewise, in the engine.
     """
 
     vocab_size: int
@@ -74,6 +85,8 @@ class InklingConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str | None
     mtp: MtpConfig | None
+    stored_experts: tuple[WeightForm, ...]
+    experts: tuple[WeightForm, ...]
 
     def attention(self, *, is_sliding: bool) -> AttentionShape:
         """Heads of a kind of layer."""
@@ -100,6 +113,14 @@ class InklingConfig:
                     f"tp size {tp_size} does not divide {name} = {size} of this model; "
                     f"choose a tp size that does"
                 )
+        units = self.moe_intermediate_size // (1 if sharding.moe_split == "experts" else tp_size)
+        require_expert_blocks(self.stored_experts, self.hidden_size, units, tp_size)
+
+
+def dequantize_experts(config: InklingConfig) -> tuple[InklingConfig, bool]:
+    """The same with the values of all quantized experts; whether some have global scales."""
+    forms = dequantized(config.stored_experts)
+    return replace(config, experts=forms), "scaled" in forms
 
 
 def parse_config(values: Mapping[str, Any]) -> InklingConfig:
@@ -121,19 +142,16 @@ def parse_config(values: Mapping[str, Any]) -> InklingConfig:
     read.require("gate_activation", "sigmoid")
     read.require("final_logit_softcapping", None)
     ConfigReader(values, FAMILY).require("tie_word_embeddings", False)
-    if (
-        quantization := values.get("quantization_config") or text.get("quantization_config")
-    ) is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        raise ConfigError(
-            f"config.json: quantization_config with quant_method {method!r} is not supported; "
-            f"this version reads BF16 and FP32 weights of inkling"
-        )
+    quantization = read_quantization(
+        FAMILY, (values, text), ("nvfp4",), "experts, as ModelOpt writes them"
+    )
 
-    num_layers = read.integer("num_hidden_layers", 66)
+    num_layers = read.integer("num_hidden_layers", 66, maximum=MOST_LAYERS)
     full, sliding = read_shapes(read, window=512, num_heads=64, num_sliding_kv_heads=16)
     dense_width, expert_width = _widths(read, text)
     vocab_size = read.integer("vocab_size", 201024)
+    is_dense = _mlp_kinds(read, text, num_layers)
+    stored_experts = _expert_forms(quantization, is_dense)
     config = InklingConfig(
         vocab_size=vocab_size,
         unpadded_vocab_size=_optional(read, "unpadded_vocab_size") or vocab_size,
@@ -142,7 +160,7 @@ def parse_config(values: Mapping[str, Any]) -> InklingConfig:
         full=full,
         sliding=sliding,
         is_sliding=_layer_kinds(text, num_layers),
-        is_dense=_mlp_kinds(read, text, num_layers),
+        is_dense=is_dense,
         d_rel=read.integer("d_rel", 16),
         log_scaling_n_floor=_optional(read, "log_scaling_n_floor"),
         log_scaling_alpha=read.number("log_scaling_alpha", 0.1),
@@ -151,7 +169,7 @@ def parse_config(values: Mapping[str, Any]) -> InklingConfig:
         conv_kernel_size=read.integer("conv_kernel_size", 4, minimum=2),
         intermediate_size=dense_width,
         moe_intermediate_size=expert_width,
-        n_routed_experts=read.integer("n_routed_experts", 256),
+        n_routed_experts=read.integer("n_routed_experts", 256, maximum=MOST_EXPERTS),
         num_experts_per_tok=read.integer("num_experts_per_tok", 6),
         n_shared_experts=read.integer("n_shared_experts", 2),
         route_scale=read.number("route_scale", 8.0),
@@ -159,6 +177,8 @@ def parse_config(values: Mapping[str, Any]) -> InklingConfig:
         eos_token_ids=read.token_ids("eos_token_id", None),
         dtype=ConfigReader(values, FAMILY).dtype() or read.dtype(),
         mtp=_mtp(values, text, full, sliding),
+        stored_experts=stored_experts,
+        experts=stored_experts,
     )
     for key, most, name in (
         ("unpadded_vocab_size", config.vocab_size, "vocab_size"),
@@ -231,6 +251,23 @@ def _mlp_kinds(read: ConfigReader, text: Mapping[str, Any], num_layers: int) -> 
     return tuple(kind == "dense" for kind in kinds)
 
 
+def _expert_forms(quantization: Quantization, is_dense: tuple[bool, ...]) -> tuple[WeightForm, ...]:
+    """The forms of every layer's routed experts; of a dense layer "plain".
+
+    Shared experts and all else are never quantized, whether the configuration excludes them or not:
+    their tensors are checked to be plain.
+    """
+    for name in quantization.modules:
+        layer = layer_of_experts(name, len(is_dense))
+        if layer is None or is_dense[layer]:
+            raise ConfigError(
+                f"config.json: quantized module {name!r} is not supported, only the routed experts "
+                f"of layers that have some"
+            )
+    forms = expert_forms(quantization, len(is_dense))
+    return tuple("plain" if dense else form for form, dense in zip(forms, is_dense, strict=True))
+
+
 def _require_kinds(kinds: Any, num_layers: int, key: str, names: tuple[str, str]) -> None:
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ConfigError(f"config.json: {key} must list {num_layers} layers, got {kinds!r}")
@@ -273,7 +310,9 @@ def _mtp(
         "mtp_hidden_states_first": get("mtp_hidden_states_first"),
     }
     given = {key: value for key, value in found.items() if value is not None}
-    num_depths = ConfigReader(given, FAMILY).integer("num_mtp_layers", 0, minimum=0)
+    num_depths = ConfigReader(given, FAMILY).integer(
+        "num_mtp_layers", 0, minimum=0, maximum=MOST_LAYERS
+    )
     if num_depths == 0:
         return None
     extent = get("mtp_local_extent", "local_extent")

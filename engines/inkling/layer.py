@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from inkrt.engines.inkling.config import InklingConfig
 from inkrt.engines.inkling2.config import AttentionShape
-from inkrt.engines.inkling2.parts import ShortConv
+from inkrt.engines.inkling2.parts import ShortConv, operator_parts, stored_weight
 from inkrt.engines.interface import Sharding, StateOptions, StepInputs, ring_tokens
 from inkrt.engines.parts import ink, parameter
+from inkrt.engines.quantization import WeightForm
 
 
 class Attention(nn.Module):
@@ -110,7 +111,9 @@ class DenseMlp(nn.Module):
 class Experts(nn.Module):
     """Routed experts and shared ones, which compete with them for a token's weight."""
 
-    def __init__(self, config: InklingConfig, sharding: Sharding, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: InklingConfig, sharding: Sharding, dtype: torch.dtype, form: WeightForm
+    ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
@@ -126,8 +129,8 @@ class Experts(nn.Module):
         self.router = parameter(num_rows, hidden, dtype=torch.float32)
         self.router_bias = parameter(config.n_routed_experts, dtype=torch.float32)
         self.router_scale = parameter(1, dtype=torch.float32)
-        self.gate_up = parameter(num_own, 2 * width, hidden, dtype=dtype)
-        self.down = parameter(num_own, hidden, width, dtype=dtype)
+        self.gate_up = stored_weight(num_own, 2 * width, hidden, dtype=dtype, form=form)
+        self.down = stored_weight(num_own, hidden, width, dtype=dtype, form=form)
         self.shared_gate_up = parameter(num_shared, 2 * shared_width, hidden, dtype=dtype)
         self.shared_down = parameter(num_shared, hidden, shared_width, dtype=dtype)
 
@@ -146,8 +149,8 @@ class Experts(nn.Module):
             z_TD,
             weights_TE,
             experts_TE,
-            *_plain(self.gate_up),
-            *_plain(self.down),
+            *operator_parts(self.gate_up),
+            *operator_parts(self.down),
             step.rank if self.is_split_by_expert else None,
             False,
         )
@@ -155,8 +158,8 @@ class Experts(nn.Module):
             z_TD,
             shared_TS,
             shared_ids_TS,
-            *_plain(self.shared_gate_up),
-            *_plain(self.shared_down),
+            *operator_parts(self.shared_gate_up),
+            *operator_parts(self.shared_down),
             None,
             False,
         )
@@ -175,6 +178,7 @@ class Layer(nn.Module):
         dtype: compute dtype.
         state: of the engine.
         first_row: see the module.
+        experts: form of the routed experts.
     """
 
     def __init__(
@@ -187,6 +191,7 @@ class Layer(nn.Module):
         dtype: torch.dtype,
         state: StateOptions,
         first_row: int = 0,
+        experts: WeightForm = "plain",
     ) -> None:
         super().__init__()
         hidden, taps, tp_size = config.hidden_size, config.conv_kernel_size, sharding.tp_size
@@ -198,7 +203,9 @@ class Layer(nn.Module):
         self.attn_conv = ShortConv(hidden, taps, dtype, state, is_scaled=False)
         self.mlp_norm = parameter(hidden, dtype=dtype)
         self.mlp: nn.Module = (
-            DenseMlp(config, tp_size, dtype) if is_dense else Experts(config, sharding, dtype)
+            DenseMlp(config, tp_size, dtype)
+            if is_dense
+            else Experts(config, sharding, dtype, experts)
         )
         self.mlp_conv = ShortConv(hidden, taps, dtype, state, is_scaled=False)
 
@@ -211,8 +218,3 @@ class Layer(nn.Module):
             h_TD, self.mlp_conv(self.mlp(z_TD, step), step), self.dtype
         )
         return out_TD
-
-
-def _plain(weight: Tensor) -> tuple[Tensor, None, None]:
-    """A weight that is not quantized, as operators take it."""
-    return weight, None, None

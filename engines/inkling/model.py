@@ -16,6 +16,7 @@ from inkrt.engines.inkling.config import InklingConfig
 from inkrt.engines.inkling.layer import Layer
 from inkrt.engines.inkling.mtp import Chain
 from inkrt.engines.inkling.vocabulary import embed, project
+from inkrt.engines.inkling2.parts import MATRIX_ENDS
 from inkrt.engines.interface import (
     MtpConfig,
     Sharding,
@@ -26,7 +27,11 @@ from inkrt.engines.interface import (
 )
 from inkrt.engines.parts import ink, parameter
 
-_ROW_PARALLEL = (".attn.wo", ".mlp.down", ".mlp.shared_down")
+_ROW_PARALLEL = (
+    ".attn.wo",
+    ".mlp.shared_down",
+    *(f".mlp.down{end}" for end in MATRIX_ENDS),
+)
 
 
 class Inkling(nn.Module):
@@ -59,6 +64,7 @@ class Inkling(nn.Module):
                 sharding=sharding,
                 dtype=dtype,
                 state=state,
+                experts=config.experts[layer],
             )
             for layer in range(config.num_hidden_layers)
         )

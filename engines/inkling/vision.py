@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from inkrt.engines.interface import Sharding, WeightSource
 from inkrt.engines.parts import ink, parameter
-from inkrt.engines.reader import ConfigReader
+from inkrt.engines.reader import MOST_LAYERS, ConfigReader
 from inkrt.engines.tower import InputShapes, Placeholder, Tower
 from inkrt.engines.weight_map import RankMap
 from inkrt.errors import ConfigError
@@ -33,6 +33,8 @@ Scale = tuple[int, int, int, int]  # size of a cell in time, height and width, a
 PUBLISHER_ROOT, TRANSFORMERS_ROOT = "model.visual.", "model.vision_tower."
 # `InklingRMSNorm` of transformers, wherever the tower has one.
 _EPS = 1e-6
+# Sides of a patch, and frames, whose factors are tried one by one.
+_MOST_PIXELS = 4096
 _CHANNEL_MULTIPLE = 64
 # Of most images; and what is left of a large one. Rows of padding cost as much as others.
 _SIZES = (16, 128)
@@ -84,9 +86,9 @@ def parse_vision(vision: Mapping[str, Any], hidden_size: int) -> VisionConfig:
     read.require("text_hidden_size", hidden_size)
     read.require("num_channels", 3)
     sizes = (
-        read.integer("temporal_patch_size", 2),
-        read.integer("patch_size", 40),
-        read.integer("num_hidden_layers", 24),
+        read.integer("temporal_patch_size", 2, maximum=_MOST_PIXELS),
+        read.integer("patch_size", 40, maximum=_MOST_PIXELS),
+        read.integer("num_hidden_layers", 24, maximum=MOST_LAYERS),
     )
     scales = plan_scales(*sizes, num_channels=3)
     return VisionConfig(scales, hidden_size)

@@ -1,14 +1,20 @@
 """Where every parameter of one rank stands in an Inkling checkpoint of either spelling.
 
-MTP heads have the publisher's names only: transformers does not save them with the model.
+MTP heads have the publisher's names only: transformers does not save them with the model. So have
+quantized experts: X stands for codes, `X.scale` for scales, `X.scale2` for a global scale for each
+expert. Their `X.input_amax` belongs to activations, which stay in 16 bits, and `X.original_shape`
+says what the configuration does.
 """
 
 from inkrt.engines.inkling.config import InklingConfig
-from inkrt.engines.interface import MtpConfig, Sharding, WeightSource
+from inkrt.engines.interface import MtpConfig, Part, Sharding, WeightSource
+from inkrt.engines.quantization import WeightForm
+from inkrt.engines.quantized_weights import check_form, expert_sources
 from inkrt.engines.weight_map import RankMap, Spelling, find_spelling
 
 _TOWER_ROOTS = ("model.visual.", "model.vision_tower.", "model.audio.", "model.audio_tower.")
 _MTP_ROOT = "model.mtp."
+_NEVER_READ = ("_weight.input_amax", "_weight.original_shape")
 
 # Module parameter -> (publisher, transformers), relative to a layer.
 _NORMS = {
@@ -41,8 +47,8 @@ def is_mtp(name: str) -> bool:
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a tensor belongs to a tower, or to MTP heads that are not built in."""
-    return name.startswith(_TOWER_ROOTS) or is_mtp(name)
+    """Whether a tensor is of a tower, of MTP heads that are not built in, or of activations."""
+    return name.startswith(_TOWER_ROOTS) or is_mtp(name) or name.endswith(_NEVER_READ)
 
 
 def weight_sources(
@@ -51,7 +57,8 @@ def weight_sources(
     """Map every parameter of `Inkling` on `rank` to its place in a checkpoint with these tensors.
 
     Raises:
-        CheckpointError: the names follow neither spelling.
+        CheckpointError: the names follow neither spelling, or experts are quantized in another way
+            than the configuration says.
     """
     spell = find_spelling(frozenset(x for x in names if not is_mtp(x)), "Inkling")
     make = _Map(config, spell, rank, sharding)
@@ -67,10 +74,17 @@ def weight_sources(
         "unembed": make.vocabulary(spell.lm_head, vocab_size, config.unpadded_vocab_size, hidden),
     }
     for layer in range(config.num_hidden_layers):
+        root = spell.in_layer(layer, ("", ""))
+        forms = config.stored_experts[layer], config.experts[layer]
+        if not config.is_dense[layer]:
+            what = f"experts in layer {layer}"
+            for name in ("experts.w13_weight", "experts.w2_weight"):
+                check_form(names, f"{root}mlp.{name}.scale2", forms[0], what, spell)
         found = make.layer(
-            spell.in_layer(layer, ("", "")),
+            root,
             is_sliding=config.is_sliding[layer],
             is_dense=config.is_dense[layer],
+            forms=forms,
         )
         sources |= {f"layers.{layer}.{name}": source for name, source in found.items()}
     return sources
@@ -108,8 +122,18 @@ class _Map(RankMap):
         self.config = config
         self.is_publisher = spelling.is_publisher
 
-    def layer(self, root: str, *, is_sliding: bool, is_dense: bool) -> dict[str, WeightSource]:
-        """Of a layer, whose tensors have names that begin with `root`."""
+    def layer(
+        self,
+        root: str,
+        *,
+        is_sliding: bool,
+        is_dense: bool,
+        forms: tuple[WeightForm, WeightForm] = ("plain", "plain"),
+    ) -> dict[str, WeightSource]:
+        """Of a layer, whose tensors have names that begin with `root`.
+
+        Routed experts have the first of `forms` in the checkpoint and the second in the engine.
+        """
         config, shape = self.config, self.config.attention(is_sliding=is_sliding)
         hidden, size, taps = config.hidden_size, shape.head_dim, config.conv_kernel_size
         q_width, kv_width = shape.num_heads * size, shape.num_kv_heads * size
@@ -133,7 +157,7 @@ class _Map(RankMap):
                 sources[f"{name}.weight"] = self.conv(
                     root + self._pick(pair), channels, taps, is_shared=convs is _KV_CONVS
                 )
-        mlp = self._dense(f"{root}mlp.") if is_dense else self._experts(f"{root}mlp.")
+        mlp = self._dense(f"{root}mlp.") if is_dense else self._experts(f"{root}mlp.", forms)
         return sources | {f"mlp.{name}": source for name, source in mlp.items()}
 
     def _dense(self, root: str) -> dict[str, WeightSource]:
@@ -147,7 +171,7 @@ class _Map(RankMap):
             "global_scale": self.whole(f"{root}global_scale", (1,)),
         }
 
-    def _experts(self, root: str) -> dict[str, WeightSource]:
+    def _experts(self, root: str, forms: tuple[WeightForm, WeightForm]) -> dict[str, WeightSource]:
         config = self.config
         hidden, width = config.hidden_size, config.moe_intermediate_size
         num_routed, num_shared = config.n_routed_experts, config.n_shared_experts
@@ -166,13 +190,30 @@ class _Map(RankMap):
             "router": self.whole(f"{root}gate.weight", (num_routed + num_shared, hidden)),
             "router_bias": self.whole(bias, (num_routed,)),
             "router_scale": self.whole(f"{root}gate.global_scale", (1,)),
-            "gate_up": self.expert_gate_up(
-                routed, (num_routed, 2 * width, hidden), is_interleaved=self.is_publisher
-            ),
-            "down": self.expert_down(down, (num_routed, hidden, width)),
             "shared_gate_up": self._gate_up(root, shared, (num_shared, 2 * width, hidden)),
             "shared_down": self.shard(shared_down, (num_shared, hidden, width), 2),
+            **self._routed((routed, down), forms),
         }
+
+    def _routed(
+        self, names: tuple[str, str], forms: tuple[WeightForm, WeightForm]
+    ) -> dict[str, WeightSource]:
+        config, (gate_up, down), (stored, wanted) = self.config, names, forms
+        sizes = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        num_routed, hidden, width = sizes
+        if stored != "nvfp4":
+            return {
+                "gate_up": self.expert_gate_up(
+                    gate_up, (num_routed, 2 * width, hidden), is_interleaved=self.is_publisher
+                ),
+                "down": self.expert_down(down, (num_routed, hidden, width)),
+            }
+        sources = expert_sources(self, names, sizes, (stored, wanted), ".scale")
+        own = self.share(num_routed) if self.is_split_by_expert else slice(None)
+        for ours, name in (("gate_up", gate_up), ("down", down)):
+            scale = Part(f"{name}.scale2", (num_routed,), (own,), sign="not negative")
+            sources[f"{ours}.global_scale"] = WeightSource((scale,))
+        return sources
 
     def _gate_up(
         self, root: str, names: tuple[str, str, str], shape: tuple[int, ...]

@@ -7,10 +7,22 @@ values that this definition does not implement are rejected by name.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 from inkrt.engines.interface import DraftTarget, Sharding
-from inkrt.engines.reader import ConfigReader
+from inkrt.engines.quantization import (
+    Quantization,
+    QuantizedForm,
+    WeightForm,
+    dequantized,
+    expert_forms,
+    layer_number,
+    layer_of_experts,
+    read_quantization,
+    require_blocks,
+    require_expert_blocks,
+)
+from inkrt.engines.reader import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 from inkrt.errors import ConfigError
 
 # Published spelling first, accepted alias second.
@@ -24,19 +36,12 @@ _ALIASES = {
 }
 
 
-WeightForm = Literal["plain", "nvfp4", "mxfp8"]
-QuantizedForm = Literal["nvfp4", "mxfp8"]
-# By what a quantization_config calls them.
-_FORMS: dict[str, QuantizedForm] = {"NVFP4": "nvfp4", "MXFP8": "mxfp8"}
-_EXPERTS_OF_LAYER = re.compile(r"layers\.(\d+)\.mlp\.experts\b")
 _PROJECTION_OF_LAYER = re.compile(r"layers\.(\d+)\.attn\.(\w+)$")
 # Projections of attention that may be quantized, by their publisher's names. Those to sinks and to
 # dynamic taps are too small to be worth a rounding.
 _PROJECTIONS = {
     "wq_du": "wq", "wk_dv": "wk", "wv_dv": "wv", "wr_du": "wr", "gate_attn": "wgate", "wo_ud": "wo",
 }  # fmt: skip
-# Columns that share a scale.
-SCALE_BLOCK = {"nvfp4": 16, "mxfp8": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +99,10 @@ class Inkling2Config:
     """Dimensions and constants of the text model; names follow the published config.
 
     Attributes:
-        expert_forms: of each layer.
-        stored_projections: forms in the checkpoint, of each layer.
-        projections: forms in the engine.
+        stored_experts: forms in the checkpoint, of each layer.
+        experts: forms in the engine.
+        stored_projections: as of experts.
+        projections: as of experts.
     """
 
     vocab_size: int
@@ -124,7 +130,8 @@ class Inkling2Config:
     final_logit_softcapping: float
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    expert_forms: tuple[WeightForm, ...]
+    stored_experts: tuple[WeightForm, ...]
+    experts: tuple[WeightForm, ...]
     stored_projections: tuple[ProjectionForms, ...]
     projections: tuple[ProjectionForms, ...]
 
@@ -151,25 +158,19 @@ class Inkling2Config:
                     f"choose a tp size that does"
                 )
         share = self.moe_intermediate_size // (1 if is_by_expert else tp_size)
-        for form in sorted(set(self.expert_forms) - {"plain"}):
-            if share % SCALE_BLOCK[form]:
-                raise ConfigError(
-                    f"tp size {tp_size} gives ranks {share} units of every expert, which is no "
-                    f"multiple of the {SCALE_BLOCK[form]} that share a scale in {form}; choose a "
-                    f"smaller tp size or split whole experts"
-                )
+        require_expert_blocks(self.stored_experts, self.hidden_size, share, tp_size)
         for layer, forms in enumerate(self.projections):
             shape = self.attention(layer)
             for name, form in astuples(forms):
                 width = self.hidden_size
                 if name == "wo":
                     width = shape.num_heads * shape.head_dim // tp_size
-                if form != "plain" and width % SCALE_BLOCK[form]:
-                    raise ConfigError(
-                        f"tp size {tp_size} gives ranks {width} columns of {name} in layer "
-                        f"{layer}, which is no multiple of the {SCALE_BLOCK[form]} that share a "
-                        f"scale in {form}; leave --projections out or choose a smaller tp size"
-                    )
+                require_blocks(
+                    form,
+                    width,
+                    f"tp size {tp_size} gives ranks {width} columns of {name} in layer {layer}",
+                    "leave --projections out or choose a smaller tp size",
+                )
 
 
 def astuples(forms: ProjectionForms) -> list[tuple[str, WeightForm]]:
@@ -184,6 +185,12 @@ def quantize_projections(config: Inkling2Config, form: QuantizedForm) -> Inkling
         for forms in config.stored_projections
     )
     return replace(config, projections=layers)
+
+
+def dequantize_experts(config: Inkling2Config) -> tuple[Inkling2Config, bool]:
+    """The same with the values of all quantized experts; whether some have global scales."""
+    forms = dequantized(config.stored_experts)
+    return replace(config, experts=forms), "scaled" in forms
 
 
 def parse_config(values: Mapping[str, Any]) -> Inkling2Config:
@@ -229,12 +236,15 @@ def read_text(
     read.require("number_of_conv_states", 4)
     whole = ConfigReader(values, "inkling2")
     whole.require("tie_word_embeddings", False)
-    num_layers = read.integer("num_hidden_layers", default.num_hidden_layers)
-    quantization = values.get("quantization_config") or text.get("quantization_config")
+    num_layers = read.integer("num_hidden_layers", default.num_hidden_layers, maximum=MOST_LAYERS)
+    quantization = read_quantization(
+        "inkling2", (values, text), ("nvfp4", "mxfp8"), "experts and attention projections"
+    )
     full, sliding = read_shapes(
         read, window=1024, num_heads=default.num_heads, num_sliding_kv_heads=8
     )
-    expert_forms, projections = _read_forms(quantization, num_layers)
+    stored_experts = expert_forms(quantization, num_layers)
+    projections = _projection_forms(quantization, num_layers)
     config = Inkling2Config(
         vocab_size=read.integer("vocab_size", 201024),
         unpadded_vocab_size=read.integer("unpadded_vocab_size", 200058),
@@ -250,7 +260,9 @@ def read_text(
         rms_norm_eps=read.number("rms_norm_eps", 1e-6),
         conv_kernel_size=read.integer("conv_kernel_size", 4, minimum=2),
         moe_intermediate_size=read.integer("moe_intermediate_size", default.moe_intermediate_size),
-        n_routed_experts=read.integer("n_routed_experts", default.n_routed_experts),
+        n_routed_experts=read.integer(
+            "n_routed_experts", default.n_routed_experts, maximum=MOST_EXPERTS
+        ),
         num_experts_per_tok=read.integer("num_experts_per_tok", 8),
         route_scale=read.number("route_scale", 8.0),
         qk_l2_clip_threshold=read.number("qk_l2_clip_threshold", 22.627416997969522),
@@ -261,7 +273,8 @@ def read_text(
         final_logit_softcapping=read.number("final_logit_softcapping", 30.0),
         eos_token_ids=read.token_ids("eos_token_id", 200006),
         dtype=whole.dtype() or read.dtype(),
-        expert_forms=expert_forms,
+        stored_experts=stored_experts,
+        experts=stored_experts,
         stored_projections=projections,
         projections=projections,
     )
@@ -340,57 +353,22 @@ def _layer_kinds(layer_types: Any, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind == "hybrid_sliding" for kind in layer_types)
 
 
-def _read_forms(
-    quantization: Any, num_layers: int
-) -> tuple[tuple[WeightForm, ...], tuple[ProjectionForms, ...]]:
-    """The forms of every layer's experts and projections by a quantization_config, or by None.
+def _projection_forms(quantization: Quantization, num_layers: int) -> tuple[ProjectionForms, ...]:
+    """The forms of every layer's projections.
 
-    Its `quant_algo` is that of all experts, or MIXED_PRECISION: then `quantized_layers` maps names
-    of modules to objects with a `quant_algo` each.
+    Raises:
+        ConfigError: what is quantized is neither such a projection nor experts.
     """
-    experts: list[WeightForm] = ["plain"] * num_layers
     projections = [ProjectionForms()] * num_layers
-    if quantization is None:
-        return tuple(experts), tuple(projections)
-    is_object = isinstance(quantization, Mapping)
-    method = quantization.get("quant_method") if is_object else None
-    if method != "modelopt":
-        raise ConfigError(
-            f"config.json: quantization_config with quant_method {method!r} is not supported; "
-            f"this version reads BF16 and FP32 weights of inkling2, and of quant_method 'modelopt' "
-            f"NVFP4 and MXFP8 experts and attention projections"
-        )
-    algorithm = quantization.get("quant_algo")
-    if algorithm != "MIXED_PRECISION":
-        return (_form_of(algorithm),) * num_layers, tuple(projections)
-    modules = quantization.get("quantized_layers")
-    if not isinstance(modules, Mapping):
-        raise ConfigError("config.json: quantized_layers of quantization_config must be an object")
-    for name, entry in modules.items():
-        match = _EXPERTS_OF_LAYER.search(name)
-        projection = _PROJECTION_OF_LAYER.search(name)
-        found = match or (projection if projection and projection[2] in _PROJECTIONS else None)
-        if found is None or int(found[1]) >= num_layers:
+    for name, form in quantization.modules.items():
+        if layer_of_experts(name, num_layers) is not None:
+            continue
+        match = _PROJECTION_OF_LAYER.search(name)
+        layer = layer_number(match[1], num_layers) if match else None
+        if match is None or layer is None or match[2] not in _PROJECTIONS:
             raise ConfigError(
                 f"config.json: quantized module {name!r} is not supported, only the experts and "
                 f"the attention projections {', '.join(_PROJECTIONS)} of the {num_layers} layers"
             )
-        form = _form_of(entry.get("quant_algo") if isinstance(entry, Mapping) else entry)
-        layer = int(found[1])
-        if match is None:
-            changed = {_PROJECTIONS[found[2]]: form}
-            projections[layer] = replace(projections[layer], **changed)
-            continue
-        if experts[layer] not in ("plain", form):
-            raise ConfigError(f"config.json: experts of layer {layer} are quantized in two ways")
-        experts[layer] = form
-    return tuple(experts), tuple(projections)
-
-
-def _form_of(algorithm: Any) -> QuantizedForm:
-    if algorithm not in _FORMS:
-        raise ConfigError(
-            f"config.json: quant_algo {algorithm!r} is not supported, only "
-            f"{' and '.join(_FORMS)} experts"
-        )
-    return _FORMS[algorithm]
+        projections[layer] = replace(projections[layer], **{_PROJECTIONS[match[2]]: form})
+    return tuple(projections)

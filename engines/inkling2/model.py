@@ -20,7 +20,7 @@ from inkrt.engines.dspark.config import DSparkConfig, TapPoint
 from inkrt.engines.dspark.model import Drafter, DraftStep
 from inkrt.engines.inkling2.attention import Attention
 from inkrt.engines.inkling2.config import Inkling2Config, draft_target
-from inkrt.engines.inkling2.parts import ShortConv, operator_parts, stored_weight
+from inkrt.engines.inkling2.parts import MATRIX_ENDS, ShortConv, operator_parts, stored_weight
 from inkrt.engines.interface import (
     Sharding,
     StateBuffer,
@@ -49,7 +49,7 @@ class Experts(nn.Module):
             width //= sharding.tp_size
         self.router = parameter(num_experts, config.hidden_size, dtype=torch.float32)
         self.router_bias = parameter(num_experts, dtype=torch.float32)
-        form = config.expert_forms[layer]
+        form = config.experts[layer]
         hidden = config.hidden_size
         self.gate_up = stored_weight(num_own, 2 * width, hidden, dtype=dtype, form=form)
         self.down = stored_weight(num_own, hidden, width, dtype=dtype, form=form)
@@ -222,11 +222,7 @@ class Inkling2(nn.Module):
 
     def row_parallel_weights(self) -> frozenset[str]:
         """Parameters that ranks share along the dimension summed over."""
-        ends = tuple(
-            f"{name}{part}"
-            for name in (".attn.wo", ".mlp.down")
-            for part in ("", ".codes", ".e4m3")
-        )
+        ends = tuple(f"{name}{end}" for name in (".attn.wo", ".mlp.down") for end in MATRIX_ENDS)
         return frozenset(name for name, _ in self.named_parameters() if name.endswith(ends))
 
     def state_buffers(self) -> list[StateBuffer]:

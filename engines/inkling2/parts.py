@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from inkrt.engines.inkling2.config import SCALE_BLOCK, WeightForm
 from inkrt.engines.interface import StateOptions, StepInputs, ring_tokens
 from inkrt.engines.parts import ink, parameter
+from inkrt.engines.quantization import SCALE_BLOCK, WeightForm
 
 
 def conv_state(channels: int, taps: int, dtype: torch.dtype, state: StateOptions) -> Tensor:
@@ -31,17 +31,32 @@ class QuantizedWeight(nn.Module):
             self.exponents = parameter(*scales, dtype=torch.uint8)
 
 
-def stored_weight(
-    *shape: int, dtype: torch.dtype, form: WeightForm
-) -> nn.Parameter | QuantizedWeight:
-    """A matrix [N, K] or matrices [L, N, K], of `dtype` if they are plain."""
+class ScaledWeight(nn.Module):
+    """Matrices [L, N, K] with a float32 factor each: decoded NVFP4."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.matrix = parameter(*shape, dtype=dtype)
+        self.global_scale = parameter(shape[0], dtype=torch.float32)
+
+
+# Of the parameters of a weight in any form, the one that operators multiply with, behind its name.
+MATRIX_ENDS = ("", ".codes", ".e4m3", ".matrix")
+StoredWeight = nn.Parameter | QuantizedWeight | ScaledWeight
+
+
+def stored_weight(*shape: int, dtype: torch.dtype, form: WeightForm) -> StoredWeight:
+    """A matrix [N, K] or matrices [L, N, K], of `dtype` if they are plain or scaled."""
     if form == "plain":
         return parameter(*shape, dtype=dtype)
+    if form == "scaled":
+        return ScaledWeight(*shape, dtype=dtype)
     return QuantizedWeight(*shape, form=form)
 
 
-def project(x: Tensor, weight: nn.Parameter | QuantizedWeight) -> Tensor:
-    """Rows x [T, K] times a transposed matrix of any form."""
+def project(x: Tensor, weight: StoredWeight) -> Tensor:
+    """Rows x [T, K] times a transposed matrix of any form that checkpoints have."""
+    assert not isinstance(weight, ScaledWeight), "only experts are decoded"
     out: Tensor
     if isinstance(weight, nn.Parameter):
         out = ink.linear(x, weight, False)
@@ -52,12 +67,12 @@ def project(x: Tensor, weight: nn.Parameter | QuantizedWeight) -> Tensor:
     return out
 
 
-def operator_parts(
-    weight: nn.Parameter | QuantizedWeight,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The three arguments as which `experts` takes matrices."""
+def operator_parts(weight: StoredWeight) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The three arguments as which operators of experts take matrices."""
     if isinstance(weight, nn.Parameter):
         return weight, None, None
+    if isinstance(weight, ScaledWeight):
+        return weight.matrix, None, weight.global_scale
     if weight.form == "nvfp4":
         return weight.codes, weight.scales, weight.global_scale
     return weight.e4m3, weight.exponents, None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inkrt.engines.inkling2.config import Inkling2Config
-from inkrt.engines.reader import LARGEST, ConfigReader
+from inkrt.engines.reader import LARGEST, MOST_LAYERS, ConfigReader
 from inkrt.errors import ConfigError
 
 # Published spelling first, accepted alias second.
@@ -86,7 +86,7 @@ def parse_vision_config(values: Mapping[str, Any], text: Inkling2Config) -> Visi
     config = VisionConfig(
         hidden_size=hidden,
         intermediate_size=_mlp_width(read, own, hidden),
-        num_hidden_layers=read.integer("num_hidden_layers", 23),
+        num_hidden_layers=read.integer("num_hidden_layers", 23, maximum=MOST_LAYERS),
         num_attention_heads=read.integer("num_attention_heads", 16),
         num_channels=read.integer("num_channels", 3),
         patch_size=read.integer("patch_size", 20),

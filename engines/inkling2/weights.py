@@ -1,18 +1,16 @@
 """Where every parameter of one rank stands in an Inkling-2 checkpoint of either spelling."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from inkrt.engines.inkling2.config import (
-    SCALE_BLOCK,
-    Inkling2Config,
-    QuantizedForm,
-    WeightForm,
-)
+from inkrt.engines.inkling2.config import Inkling2Config
 from inkrt.engines.inkling2.vision_weights import VISION_ROOTS
 from inkrt.engines.interface import Part, Quantize, Sharding, WeightSource
+from inkrt.engines.quantized_weights import PIECES, check_form, encoded, expert_sources, quotient
 from inkrt.engines.weight_map import RankMap, find_spelling
-from inkrt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from inkrt.engines.quantization import WeightForm
 
 # Module parameter -> (publisher, transformers), relative to a layer.
 _ATTENTION_NAMES = {
@@ -30,35 +28,6 @@ _ATTENTION_NAMES = {
 _INPUT_NORMS = {
     1: (("attn_norm.weight", "input_layernorm.weight"),),
     3: tuple((f"{x}_input_norm.weight", f"{x}_input_layernorm.weight") for x in "qkv"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Codes or scales of a quantized weight.
-
-    Attributes:
-        kind: which of them.
-        parameter: the module's name.
-        suffix: of the checkpoint's name.
-        columns: that an element stands for.
-    """
-
-    kind: Literal["codes", "scales"]
-    parameter: str
-    suffix: str
-    columns: int
-
-
-_PIECES: dict[QuantizedForm, tuple[_Piece, _Piece]] = {
-    "nvfp4": (
-        _Piece("codes", "codes", "", 2),
-        _Piece("scales", "scales", "_scale", SCALE_BLOCK["nvfp4"]),
-    ),
-    "mxfp8": (
-        _Piece("codes", "e4m3", "", 1),
-        _Piece("scales", "exponents", "_scale", SCALE_BLOCK["mxfp8"]),
-    ),
 }
 
 
@@ -200,18 +169,19 @@ class TextMap(RankMap):
         """An attention projection, whose rows (of `wo` columns) ranks share, in any form."""
         stored: WeightForm = getattr(self.config.stored_projections[layer], ours)
         form: WeightForm = getattr(self.config.projections[layer], ours)
-        self.check_form(name, stored, f"{ours} of layer {layer}")
+        check_form(self.names, f"{name}_amax", stored, f"{ours} of layer {layer}", self.spell)
         dim = 1 if ours == "wo" else 0
-        if form == "plain":
+        if form not in PIECES:
             return {f"attn.{ours}": self.shard(name, shape, dim)}
         sources = {}
-        for piece in _PIECES[form]:
+        for piece in PIECES[form]:
             if stored == "plain":
                 source = self.shard(name, shape, dim)
                 source = replace(source, quantize=Quantize(form, piece.kind))
             else:
+                suffix = "" if piece.kind == "codes" else "_scale"
                 narrow = (shape[0], shape[1] // piece.columns)
-                source = _raw(self.shard(name + piece.suffix, narrow, dim))
+                source = encoded(self.shard(name + suffix, narrow, dim), piece)
             sources[f"attn.{ours}.{piece.parameter}"] = source
         if form == "nvfp4" and stored == "plain":
             source = self.shard(name, shape, dim)
@@ -219,27 +189,13 @@ class TextMap(RankMap):
                 source, quantize=Quantize(form, "global_scale")
             )
         elif form == "nvfp4":
-            parts = (
-                Part(name + suffix, (1,), (slice(None),), or_scalar=True)
-                for suffix in ("_amax", "_outer_scale_denominator")
+            sources[f"attn.{ours}.global_scale"] = quotient(
+                *(
+                    Part(name + suffix, (1,), (slice(None),), or_scalar=True)
+                    for suffix in ("_amax", "_outer_scale_denominator")
+                )
             )
-            sources[f"attn.{ours}.global_scale"] = WeightSource(tuple(parts), is_quotient=True)
         return sources
-
-    def check_form(self, name: str, form: WeightForm, what: str) -> None:
-        """Raise CheckpointError unless a weight is stored in the form that the config says."""
-        has_amax = f"{name}_amax" in self.names
-        if has_amax != (form == "nvfp4"):
-            there = "NVFP4" if has_amax else "no NVFP4"
-            raise CheckpointError(
-                f"the checkpoint has {there} {what} (by {name}_amax), which config.json and "
-                f"hf_quant_config.json call {form}; take the files of one release"
-            )
-        if form != "plain" and not self.spell.is_publisher:
-            raise CheckpointError(
-                f"the checkpoint has {form} {what} under the names of transformers, which this "
-                f"version reads under the publisher's (model.llm.*) only"
-            )
 
     def experts(self, layer: int) -> dict[str, WeightSource]:
         """Of a layer's router and experts, in any form."""
@@ -255,30 +211,21 @@ class TextMap(RankMap):
             "mlp.router_bias": self.whole(bias, (num_experts,)),
         }
         gate_up_shape, down_shape = (num_experts, 2 * width, hidden), (num_experts, hidden, width)
-        form = config.expert_forms[layer]
-        self.check_form(gate_up, form, f"experts in layer {layer}")
-        if form == "plain":
+        stored, form = config.stored_experts[layer], config.experts[layer]
+        check_form(self.names, f"{gate_up}_amax", stored, f"experts in layer {layer}", spell)
+        if stored not in PIECES:
             return routing | {
                 "mlp.gate_up": self.expert_gate_up(
                     gate_up, gate_up_shape, is_interleaved=spell.is_publisher
                 ),
                 "mlp.down": self.expert_down(down, down_shape),
             }
-        sources: dict[str, WeightSource] = {}
-        for piece in _PIECES[form]:
-            rows, narrow = gate_up_shape[1], hidden // piece.columns
-            sources[f"mlp.gate_up.{piece.parameter}"] = _raw(
-                self.expert_gate_up(
-                    gate_up + piece.suffix, (num_experts, rows, narrow), is_interleaved=True
-                )
-            )
-            sources[f"mlp.down.{piece.parameter}"] = _raw(
-                self.expert_down(down + piece.suffix, (num_experts, hidden, width // piece.columns))
-            )
-        if form == "nvfp4":
-            sources["mlp.gate_up.global_scale"] = self.global_scale(gate_up)
-            sources["mlp.down.global_scale"] = self.global_scale(down)
-        return routing | sources
+        sizes = (num_experts, hidden, width)
+        sources = expert_sources(self, (gate_up, down), sizes, (stored, form), "_scale")
+        if stored == "nvfp4":
+            sources["gate_up.global_scale"] = self.global_scale(gate_up)
+            sources["down.global_scale"] = self.global_scale(down)
+        return routing | {f"mlp.{ours}": source for ours, source in sources.items()}
 
     def global_scale(self, name: str) -> WeightSource:
         """Amax / denominator of this rank's experts."""
@@ -288,7 +235,7 @@ class TextMap(RankMap):
         denominator = Part(
             f"{name}_outer_scale_denominator", (num_experts,), (own,), or_scalar=True
         )
-        return WeightSource((amax, denominator), is_quotient=True)
+        return quotient(amax, denominator)
 
     def unembed(self) -> WeightSource:
         """Of the projection to the vocabulary."""
@@ -300,8 +247,3 @@ class TextMap(RankMap):
         """A single query is stored as a vector, several as a matrix; ours is always a matrix."""
         hidden = self.config.hidden_size
         return self.whole(name, (hidden,) if count == 1 else (count, hidden))
-
-
-def _raw(source: WeightSource) -> WeightSource:
-    """The same pieces as the bits of an 8-bit format."""
-    return replace(source, parts=tuple(replace(part, is_raw=True) for part in source.parts))

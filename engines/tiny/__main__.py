@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from inkrt.engines.tiny.checkpoint import DTYPES, MODELS, write_checkpoint
+from inkrt.engines.tiny.checkpoint import DTYPES, LAYOUTS, MODELS, write_checkpoint
 from inkrt.engines.tiny.drafter import DRAFTER_LAYOUTS, HEAD_KINDS, TinyDrafter
 from inkrt.errors import InkError
 
@@ -20,9 +20,10 @@ def main() -> int:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument(
         "--layout",
-        choices=["publisher", "transformers"],
+        choices=list(LAYOUTS),
         default="publisher",
-        help="tensor names: as published, or as transformers saves the model",
+        help="tensor names: as published, or as transformers saves the model; dequantized: as "
+        "published, with the values that quantized weights stand for",
     )
     parser.add_argument(
         "--format",

@@ -11,6 +11,7 @@ take a good part of the weight.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from inkrt.engines.tiny import tokenizer
 from inkrt.engines.tiny.random_tensor import RandomTensor, draw
 
-HIDDEN = 60
 NUM_LAYERS = 7
 FULL_LAYERS = (2, 5)
 NUM_DENSE = 2
@@ -30,7 +30,6 @@ REL_EXTENT = 37
 CONV_TAPS = 4
 NUM_EXPERTS = 12
 NUM_SHARED = 2
-EXPERT_WIDTH = 20
 DENSE_WIDTH = 44
 PADDED_VOCAB = 512
 MUP = 3.0
@@ -41,8 +40,23 @@ HIDDEN_FIRST = True
 
 MEL_BINS, MEL_VOCAB = 6, 5
 TILE_SIZE, NUM_FRAMES = 2, 2
-# Of the vision tower with patches of 2 x 2 x 2 x 3; the last projects to the text.
-VISION_SHAPES = ((64, 12), (1536, 128), (HIDDEN, 1536))
+NUM_VISION_LAYERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes that variants of the tiny model differ in.
+
+    Attributes:
+        hidden: of the residual stream.
+        expert_width: hidden units of an expert.
+    """
+
+    hidden: int
+    expert_width: int
+
+
+TINY = Sizes(hidden=60, expert_width=20)
 
 _LLM = "model.llm."
 _MTP = "model.mtp."
@@ -71,11 +85,12 @@ _RENAMES = (
 )
 
 
-def config(dtype: str) -> dict[str, Any]:
+def config(dtype: str, sizes: Sizes = TINY) -> dict[str, Any]:
     """The content of `config.json`, in the publisher's spelling.
 
     Args:
         dtype: main dtype, "bfloat16" or "float32".
+        sizes: of the model.
     """
     ids = tokenizer.special_ids(tokenizer.INKLING_AUDIO)
     heads, kv_heads, size = HEADS["full"]
@@ -94,7 +109,7 @@ def config(dtype: str) -> dict[str, Any]:
             "dtype": dtype,
             "vocab_size": PADDED_VOCAB,
             "unpadded_vocab_size": tokenizer.VOCAB_SIZE,
-            "hidden_size": HIDDEN,
+            "hidden_size": sizes.hidden,
             "num_hidden_layers": NUM_LAYERS,
             "local_layer_ids": [i for i in range(NUM_LAYERS) if i not in FULL_LAYERS],
             "dense_mlp_idx": NUM_DENSE,
@@ -111,7 +126,7 @@ def config(dtype: str) -> dict[str, Any]:
             "log_scaling_alpha": 0.1,
             "sconv_kernel_size": CONV_TAPS,
             "dense_intermediate_size": DENSE_WIDTH,
-            "intermediate_size": EXPERT_WIDTH,
+            "intermediate_size": sizes.expert_width,
             "n_routed_experts": NUM_EXPERTS,
             "num_experts_per_tok": 3,
             "n_shared_experts": NUM_SHARED,
@@ -140,7 +155,7 @@ def config(dtype: str) -> dict[str, Any]:
             "model_type": "inkling_audio",
             "n_mel_bins": MEL_BINS,
             "mel_vocab_size": MEL_VOCAB,
-            "decoder_dmodel": HIDDEN,
+            "decoder_dmodel": sizes.hidden,
             "audio_mode": "dmel",
             "use_audio_norm": True,
         },
@@ -149,8 +164,8 @@ def config(dtype: str) -> dict[str, Any]:
             "patch_size": TILE_SIZE,
             "temporal_patch_size": NUM_FRAMES,
             "num_channels": 3,
-            "n_layers": len(VISION_SHAPES),
-            "decoder_dmodel": HIDDEN,
+            "n_layers": NUM_VISION_LAYERS,
+            "decoder_dmodel": sizes.hidden,
             "use_vision_norm": True,
         },
         "mtp_config": {
@@ -161,44 +176,47 @@ def config(dtype: str) -> dict[str, Any]:
     }
 
 
-def tensors(seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def tensors(seed: int, dtype: torch.dtype, sizes: Sizes = TINY) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint by its publisher's name, layer by layer.
 
     Args:
         seed: other seeds give other weights.
         dtype: of the tensors that the publisher does not keep in float32.
+        sizes: of the model.
     """
-    for spec in specs():
+    for spec in specs(sizes):
         yield spec.name, draw(spec, seed, dtype)
 
 
-def specs() -> Iterator[RandomTensor]:
+def specs(sizes: Sizes = TINY) -> Iterator[RandomTensor]:
     """What these tensors are like."""
-    yield RandomTensor(_LLM + "embed.weight", (PADDED_VOCAB, HIDDEN), 1.0)
-    yield _norm(_LLM + "embed_norm", HIDDEN)
+    yield RandomTensor(_LLM + "embed.weight", (PADDED_VOCAB, sizes.hidden), 1.0)
+    yield _norm(_LLM + "embed_norm", sizes.hidden)
     for layer in range(NUM_LAYERS):
         prefix = f"{_LLM}layers.{layer}."
-        yield from _block(prefix, "full" if layer in FULL_LAYERS else "sliding")
-        yield from _dense(prefix) if layer < NUM_DENSE else _experts(prefix)
-    yield _norm(_LLM + "norm", HIDDEN)
+        yield from _block(prefix, "full" if layer in FULL_LAYERS else "sliding", sizes)
+        yield from _dense(prefix, sizes) if layer < NUM_DENSE else _experts(prefix, sizes)
+    yield _norm(_LLM + "norm", sizes.hidden)
     # Padding rows are not zero: whoever forgets to drop them samples them.
-    yield RandomTensor(_LLM + "unembed.weight", (PADDED_VOCAB, HIDDEN), 3.0 * MUP * HIDDEN**-0.5)
-    yield from _towers()
-    yield from mtp_specs()
+    yield RandomTensor(
+        _LLM + "unembed.weight", (PADDED_VOCAB, sizes.hidden), 3.0 * MUP * sizes.hidden**-0.5
+    )
+    yield from _towers(sizes)
+    yield from mtp_specs(sizes)
 
 
-def mtp_specs() -> Iterator[RandomTensor]:
+def mtp_specs(sizes: Sizes = TINY) -> Iterator[RandomTensor]:
     """What the tensors of the MTP heads are like."""
     for depth in range(NUM_MTP):
         prefix = f"{_MTP}layers.{depth}."
-        yield _norm(prefix + "hidden_norm", HIDDEN)
-        yield _norm(prefix + "embed_norm", HIDDEN)
-        yield _linear(prefix + "input_proj.weight", HIDDEN, 2 * HIDDEN)
+        yield _norm(prefix + "hidden_norm", sizes.hidden)
+        yield _norm(prefix + "embed_norm", sizes.hidden)
+        yield _linear(prefix + "input_proj.weight", sizes.hidden, 2 * sizes.hidden)
         block = prefix + "transformer_block."
-        yield from _block(block, "sliding" if depth in SLIDING_MTP else "full")
-        yield from _dense(block)
+        yield from _block(block, "sliding" if depth in SLIDING_MTP else "full", sizes)
+        yield from _dense(block, sizes)
     if HAS_CHAIN_NORM:
-        yield _norm(_MTP + "chain_norm", HIDDEN)
+        yield _norm(_MTP + "chain_norm", sizes.hidden)
 
 
 def to_transformers(published: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -236,17 +254,17 @@ def _linear(name: str, rows: int, columns: int, gain: float = 1.0) -> RandomTens
     return RandomTensor(name, (rows, columns), gain * columns**-0.5)
 
 
-def _block(prefix: str, kind: str) -> Iterator[RandomTensor]:
+def _block(prefix: str, kind: str, sizes: Sizes) -> Iterator[RandomTensor]:
     """All of a layer but its MLP."""
     num_heads, num_kv_heads, size = HEADS[kind]
     q_width, kv_width = num_heads * size, num_kv_heads * size
-    yield _norm(prefix + "attn_norm", HIDDEN)
+    yield _norm(prefix + "attn_norm", sizes.hidden)
     attn = prefix + "attn."
-    yield _linear(attn + "wq_du.weight", q_width, HIDDEN)
-    yield _linear(attn + "wk_dv.weight", kv_width, HIDDEN)
-    yield _linear(attn + "wv_dv.weight", kv_width, HIDDEN)
-    yield _linear(attn + "wr_du.weight", num_heads * REL_DIM, HIDDEN, 0.5)
-    yield _linear(attn + "wo_ud.weight", HIDDEN, q_width)
+    yield _linear(attn + "wq_du.weight", q_width, sizes.hidden)
+    yield _linear(attn + "wk_dv.weight", kv_width, sizes.hidden)
+    yield _linear(attn + "wv_dv.weight", kv_width, sizes.hidden)
+    yield _linear(attn + "wr_du.weight", num_heads * REL_DIM, sizes.hidden, 0.5)
+    yield _linear(attn + "wo_ud.weight", sizes.hidden, q_width)
     # Scores are divided by the size of a head, so norms that are large make them tell.
     yield RandomTensor(attn + "q_norm.weight", (size,), 0.2, mean=1.4)
     yield RandomTensor(attn + "k_norm.weight", (size,), 0.2, mean=1.4)
@@ -254,33 +272,39 @@ def _block(prefix: str, kind: str) -> Iterator[RandomTensor]:
     yield RandomTensor(attn + "rel_logits_proj.proj", (REL_DIM, extent), 1.2)
     for name in ("k_sconv", "v_sconv"):
         yield RandomTensor(f"{attn}{name}.weight", (kv_width, 1, CONV_TAPS), 0.3)
-    yield RandomTensor(prefix + "attn_sconv.weight", (HIDDEN, 1, CONV_TAPS), 0.3)
-    yield _norm(prefix + "mlp_norm", HIDDEN)
-    yield RandomTensor(prefix + "mlp_sconv.weight", (HIDDEN, 1, CONV_TAPS), 0.3)
+    yield RandomTensor(prefix + "attn_sconv.weight", (sizes.hidden, 1, CONV_TAPS), 0.3)
+    yield _norm(prefix + "mlp_norm", sizes.hidden)
+    yield RandomTensor(prefix + "mlp_sconv.weight", (sizes.hidden, 1, CONV_TAPS), 0.3)
 
 
-def _dense(prefix: str) -> Iterator[RandomTensor]:
-    yield _linear(prefix + "mlp.w13_dn.weight", 2 * DENSE_WIDTH, HIDDEN)
-    yield _linear(prefix + "mlp.w2_md.weight", HIDDEN, DENSE_WIDTH)
+def _dense(prefix: str, sizes: Sizes) -> Iterator[RandomTensor]:
+    yield _linear(prefix + "mlp.w13_dn.weight", 2 * DENSE_WIDTH, sizes.hidden)
+    yield _linear(prefix + "mlp.w2_md.weight", sizes.hidden, DENSE_WIDTH)
     yield RandomTensor(prefix + "mlp.global_scale", (1,), 0.2, mean=1.0)
 
 
-def _experts(prefix: str) -> Iterator[RandomTensor]:
+def _experts(prefix: str, sizes: Sizes) -> Iterator[RandomTensor]:
     mlp = prefix + "mlp."
-    yield _linear(mlp + "gate.weight", NUM_EXPERTS + NUM_SHARED, HIDDEN, 1.5)
+    yield _linear(mlp + "gate.weight", NUM_EXPERTS + NUM_SHARED, sizes.hidden, 1.5)
     yield RandomTensor(mlp + "gate.bias", (NUM_EXPERTS,), 0.25, float32=True)
     yield RandomTensor(mlp + "gate.global_scale", (1,), 0.2, mean=1.0, float32=True)
     for name, count in (("experts.", NUM_EXPERTS), ("shared_experts.shared_", NUM_SHARED)):
-        w13, w2 = (count, 2 * EXPERT_WIDTH, HIDDEN), (count, HIDDEN, EXPERT_WIDTH)
-        yield RandomTensor(f"{mlp}{name}w13_weight", w13, 0.5 * HIDDEN**-0.5)
-        yield RandomTensor(f"{mlp}{name}w2_weight", w2, 0.5 * EXPERT_WIDTH**-0.5)
+        w13, w2 = (
+            (count, 2 * sizes.expert_width, sizes.hidden),
+            (count, sizes.hidden, sizes.expert_width),
+        )
+        yield RandomTensor(f"{mlp}{name}w13_weight", w13, 0.5 * sizes.hidden**-0.5)
+        yield RandomTensor(f"{mlp}{name}w2_weight", w2, 0.5 * sizes.expert_width**-0.5)
 
 
-def _towers() -> Iterator[RandomTensor]:
-    yield RandomTensor("model.audio.encoder.weight", (MEL_BINS * MEL_VOCAB, HIDDEN), 1.0)
-    yield _norm("model.audio.final_norm", HIDDEN)
-    for place, (rows, columns) in enumerate(VISION_SHAPES):
+def _towers(sizes: Sizes) -> Iterator[RandomTensor]:
+    yield RandomTensor("model.audio.encoder.weight", (MEL_BINS * MEL_VOCAB, sizes.hidden), 1.0)
+    yield _norm("model.audio.final_norm", sizes.hidden)
+    # With patches of 2 x 2 x 2 x 3; the last projects to the text.
+    shapes = ((64, 12), (1536, 128), (sizes.hidden, 1536))
+    assert len(shapes) == NUM_VISION_LAYERS
+    for place, (rows, columns) in enumerate(shapes):
         yield _linear(f"model.visual.layers.linear_{place}.weight", rows, columns)
-        if place + 1 < len(VISION_SHAPES):
+        if place + 1 < len(shapes):
             yield _norm(f"model.visual.layers.norm_{place}", rows)
-    yield _norm("model.visual.final_norm", HIDDEN)
+    yield _norm("model.visual.final_norm", sizes.hidden)

@@ -1,8 +1,9 @@
 """A tiny Inkling-2 with quantized experts, as its publisher ships them, or projections too.
 
 Layers have NVFP4 experts, then MXFP8 ones, and the last one plain ones. Sizes are multiples of what
-shares a scale on two ranks. Global scales are no powers of two; denominators are one number for a
-tensor or one for each expert.
+shares a scale on two ranks. Global scales are powers of two, so that the dequantized twin is the
+same model bit for bit; amax and denominators are none, the latter one number for a tensor or one
+for each expert.
 """
 
 from collections.abc import Iterator
@@ -11,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inkrt.engines.inkling2.config import WeightForm
+from inkrt.engines.quantization import WeightForm
 from inkrt.engines.tiny.inkling2 import Sizes
-from inkrt.engines.tiny.nvfp4 import quantize, stack
+from inkrt.engines.tiny.nvfp4 import exact, packed, quantize_stack
 from inkrt.plugins import mxfp8, nvfp4
 
 SIZES = Sizes(hidden=64, expert_width=64)
@@ -40,8 +41,10 @@ class Plain(Protocol):
         ...
 
 
-def form_of(layer: int, num_layers: int) -> WeightForm:
+def form_of(layer: int, num_layers: int, *, is_mixed: bool = True) -> WeightForm:
     """How the experts of a layer of so many are stored."""
+    if not is_mixed:
+        return "mxfp8"
     if layer == num_layers - 1:
         return "plain"
     return "nvfp4" if layer < num_layers - 4 else "mxfp8"
@@ -60,9 +63,22 @@ def projection_form(layer: int, name: str, num_layers: int) -> WeightForm:
 
 
 def config(
-    dtype: str, *, plain: Plain, sizes: Sizes = SIZES, has_projections: bool = False
-) -> dict[str, Any]:
-    """The content of `config.json`; see `inkling2.config`."""
+    dtype: str, *, plain: Plain, sizes: Sizes = SIZES, has_projections: bool = False,
+    is_mixed: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """The content of `config.json`; see `inkling2.config`.
+
+    Args:
+        dtype: main dtype.
+        plain: the model.
+        sizes: its own.
+        has_projections: whether attention projections are quantized too.
+        is_mixed: whether layers have different forms, as in the main release; else all experts are
+            MXFP8, as in the other one.
+    """
+    if not is_mixed:
+        uniform = {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": mxfp8.BLOCK}
+        return plain.config(dtype, sizes) | {"quantization_config": uniform}
     forms: dict[str, WeightForm] = {}
     for layer in range(sizes.num_layers):
         root = f"model.llm.layers.{layer}"
@@ -83,14 +99,10 @@ def config(
 
 
 def tensors(
-    seed: int,
-    dtype: torch.dtype,
-    *,
-    plain: Plain,
-    sizes: Sizes = SIZES,
-    has_projections: bool = False,
-) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint by its publisher's name; see `inkling2.tensors`."""
+    seed: int, dtype: torch.dtype, *, plain: Plain, sizes: Sizes = SIZES,
+    has_projections: bool = False, is_mixed: bool = True,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Every tensor by its publisher's name; see `config` and `inkling2.tensors`."""
     for name, value in plain.tensors(seed, dtype, sizes):
         is_expert = name.endswith(("experts.w13_weight", "experts.w2_weight"))
         *_, module, _ = name.rsplit(".", 2)
@@ -99,7 +111,9 @@ def tensors(
             continue
         layer = int(name.split(".layers.")[1].split(".")[0])
         count = sizes.num_layers
-        form = form_of(layer, count) if is_expert else projection_form(layer, module, count)
+        form = projection_form(layer, module, count)
+        if is_expert:
+            form = form_of(layer, count, is_mixed=is_mixed)
         if form == "plain":
             yield name, value
         elif form == "nvfp4":
@@ -108,42 +122,49 @@ def tensors(
             yield from _mxfp8(name, value.float())
 
 
-def to_transformers(published: dict[str, Tensor], *, plain: Plain) -> dict[str, Tensor]:
-    """Names of transformers, with the values that quantized experts stand for.
+def dequantize(published: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The twin: the same names with the values that quantized weights stand for.
 
-    They have the dtype of the other weights, as if transformers had dequantized them.
+    They have the dtype of the other weights, which holds them exactly.
     """
     dtype = published["model.llm.embed.weight"].dtype
     values_of: dict[str, Tensor] = {}
     for name, value in published.items():
         if name.endswith(("_scale", "_amax", "_denominator")):
             continue
+        values = value
         if (amax := published.get(f"{name}_amax")) is not None:
             denominator = published[f"{name}_outer_scale_denominator"]
             scales = published[f"{name}_scale"].view(torch.uint8)
-            values = nvfp4.dequantize(value, scales, torch.float32)
             scale = (amax / denominator).reshape(-1, *[1] * (value.dim() - 1))
-            values_of[name] = (values * scale).to(dtype)
+            values = exact(nvfp4.dequantize(value, scales, torch.float32) * scale, dtype, name)
         elif (exponents := published.get(f"{name}_scale")) is not None:
-            values_of[name] = mxfp8.dequantize(value.view(torch.uint8), exponents, dtype)
+            codes = value.view(torch.uint8)
+            values = exact(mxfp8.dequantize(codes, exponents, torch.float32), dtype, name)
         else:
-            values_of[name] = value
-    return plain.to_transformers(values_of)
+            values = value
+        values_of[name] = values
+    return values_of
+
+
+def to_transformers(published: dict[str, Tensor], *, plain: Plain) -> dict[str, Tensor]:
+    """The twin under the names of transformers."""
+    return plain.to_transformers(dequantize(published))
 
 
 def _nvfp4(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    matrices = weight if weight.dim() == 3 else weight[None]
-    amax = matrices.abs().amax(dim=(1, 2)).float()
+    whole = quantize_stack(weight if weight.dim() == 3 else weight[None])
     is_scalar = name.endswith("w13_weight")
-    denominator = torch.tensor(2688.0) if is_scalar else torch.full_like(amax, 1536.0)
-    global_scales = (amax / denominator).tolist()
-    whole = stack([quantize(m, s) for m, s in zip(matrices, global_scales, strict=True)])
-    codes = whole.codes[..., 0::2] | whole.codes[..., 1::2] << 4
+    denominator = torch.tensor(2688.0 if is_scalar else 1536.0)
+    amax = whole.global_scale * denominator
+    yield name, packed(whole.codes).view(*weight.shape[:-1], -1)
     scales = whole.scales.view(torch.float8_e4m3fn)
-    yield name, codes.view(*weight.shape[:-1], -1)
     yield f"{name}_scale", scales.view(*weight.shape[:-1], -1)
     yield f"{name}_amax", amax
-    yield f"{name}_outer_scale_denominator", denominator
+    yield (
+        f"{name}_outer_scale_denominator",
+        denominator if is_scalar else denominator.expand(amax.shape).clone(),
+    )
 
 
 def _mxfp8(name: str, matrices: Tensor) -> Iterator[tuple[str, Tensor]]:

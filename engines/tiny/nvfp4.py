@@ -10,7 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from inkrt.plugins.nvfp4 import BLOCK, E2M1, decode_scales
+from inkrt.errors import ConfigError
+from inkrt.plugins.nvfp4 import BLOCK, E2M1, E4M3_MAX, decode_scales
 
 # Halfway between neighbors of E2M1.
 _BORDERS = tuple((low + high) / 2 for low, high in pairwise(E2M1))
@@ -65,6 +66,33 @@ def stack(matrices: list[QuantizedMatrix]) -> QuantizedMatrix:
         torch.stack([matrix.scales for matrix in matrices]),
         torch.cat([matrix.global_scale for matrix in matrices]),
     )
+
+
+def quantize_stack(matrices: Tensor) -> QuantizedMatrix:
+    """Round float64 matrices [L, N, K], each with the least power of two that leaves no size out.
+
+    So all values are exact in bfloat16, and multiplying sums by the global scale is exact too.
+    """
+    largest = matrices.abs().amax(dim=(1, 2)) / (E2M1[-1] * E4M3_MAX)
+    scales = torch.exp2(largest.log2().ceil()).tolist()
+    return stack([quantize(matrix, scale) for matrix, scale in zip(matrices, scales, strict=True)])
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Two codes to a byte, [..., K / 2], the first in the low bits."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def exact(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Float32 values in another dtype.
+
+    Raises:
+        ConfigError: one of them is not in it.
+    """
+    rounded = values.to(dtype)
+    if not torch.equal(rounded.float(), values):
+        raise ConfigError(f"tiny checkpoint: {name} has values that {dtype} cannot hold")
+    return rounded
 
 
 def power_of_two(std: float) -> float:

@@ -9,7 +9,8 @@ For each expert e that token t is routed to with weight w:
 
 with cap(v; c) = c tanh(v / c); the sigmoid sees the raw gate. Source: inkling2.md section 5.6.
 
-Weights may be NVFP4 (`plugins.nvfp4`, a global scale for each expert) or MXFP8 (`plugins.mxfp8`).
+Weights may be NVFP4 (`plugins.nvfp4`, a global scale for each expert), decoded with their global
+scales, or MXFP8 (`plugins.mxfp8`).
 Their values without the global scale are those of the products; it multiplies the float32 sums,
 before they are rounded.
 
@@ -100,10 +101,12 @@ def _fit_weight(axes: Axes, name: str, weight: Weight, *letters: str, dtype: tor
     if scales is not None and global_scale is None:
         mxfp8.fit_weight(axes, name, codes, scales, *letters)
     else:
-        nvfp4.fit_weight(axes, name, codes, scales, global_scale, *letters, dtype=dtype)
+        nvfp4.fit_weight(
+            axes, name, codes, scales, global_scale, *letters, dtype=dtype, decoded=True
+        )
 
 
-WeightForm = Literal["dtype", "nvfp4", "mxfp8"]
+WeightForm = Literal["dtype", "nvfp4", "mxfp8", "scaled"]
 
 
 def expert_arguments(
@@ -118,13 +121,16 @@ def expert_arguments(
         arguments |= make(
             name, generator, dtype, num_experts, rows, columns, scale=columns**-0.5, **options
         )
+        if form == "scaled":
+            factors = torch.rand(num_experts, generator=generator) + 0.5
+            arguments[f"{name}_global_scale"] = factors
     return arguments
 
 
 def cases() -> list[Case]:
     """Odd sizes, caps that bite, experts nobody is routed to, one rank's share of both kinds.
 
-    All three forms of weights.
+    All forms of weights.
     """
 
     def make(
@@ -161,6 +167,8 @@ def cases() -> list[Case]:
         make("T13_first_of_2", 13, 40, 11, 6, 2, partial=True, rank=0, num_ranks=2),
         make("T4_nvfp4", 4, 48, 32, 7, 3, form="nvfp4"),
         make("T9_nvfp4_partial", 9, 32, 16, 6, 2, partial=True, form="nvfp4"),
+        make("T4_scaled", 4, 24, 7, 5, 3, form="scaled"),
+        make("T9_scaled_partial", 9, 32, 17, 6, 2, partial=True, form="scaled"),
         make("T2_mxfp8", 2, 64, 32, 5, 2, form="mxfp8"),
         make("T9_mxfp8_rank_of_2", 9, 32, 64, 6, 3, partial=True, rank=1, num_ranks=2,
              form="mxfp8"),
@@ -191,7 +199,8 @@ def experts(
         expert_ids: int32 [T, K], different within a row.
         gate_up: x's dtype [L, 2 * F, D], the gate's F rows first; or codes.
         gate_up_scales: uint8 or None, see `plugins.nvfp4` and `plugins.mxfp8`.
-        gate_up_global_scale: float32 [L] of NVFP4, else None; gate and up of an expert share one.
+        gate_up_global_scale: float32 [L] of NVFP4, decoded or not, else None; gate and up of an
+            expert share one.
         down: x's dtype [L, D, F], or codes.
         down_scales: see gate_up_scales.
         down_global_scale: see gate_up_global_scale.
@@ -217,12 +226,12 @@ def experts(
         """A product with one expert's matrix, rounded to `dtype` at the end."""
         codes, scales, global_scale = (None if w is None else w[expert] for w in weight)
         assert codes is not None
+        if global_scale is not None:
+            values = nvfp4.float32_matrices(codes, scales)
+            return (linear(rows.float(), values) * global_scale).to(dtype)
         if scales is None:
             return linear(rows.to(dtype), codes.to(dtype))
-        if global_scale is None:
-            return linear(rows.to(dtype), mxfp8.dequantize(codes, scales, dtype))
-        values = nvfp4.dequantize(codes, scales, torch.float32)
-        return (linear(rows.float(), values) * global_scale).to(dtype)
+        return linear(rows.to(dtype), mxfp8.dequantize(codes, scales, dtype))
 
     # Tokens in ascending order: the matrix product sees its rows as the reference model's does.
     gate_ups = (gate_up, gate_up_scales, gate_up_global_scale)

@@ -13,6 +13,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     num_tokens, hidden = x.shape
     num_experts, double_width, _ = tensor_arg(args, "gate_up").shape
     is_bf16 = args["gate_up_scales"] is None
+    if is_bf16 and args["gate_up_global_scale"] is not None:
+        return []  # decoded NVFP4, which runs on the CPU only
     dims = Dims(
         hidden=hidden,
         experts=num_experts,

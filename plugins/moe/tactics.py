@@ -71,6 +71,8 @@ def find_tactics(target: str, args: CallArgs, projects: Projecting | None = None
     own_experts, double_width, _ = tensor_arg(args, "gate_up").shape
     kind: Format = "nvfp4"
     if args["gate_up_scales"] is None:
+        if args["gate_up_global_scale"] is not None:
+            return []  # decoded NVFP4, which runs on the CPU only
         kind = "bf16"
     elif args["gate_up_global_scale"] is None:
         kind = "mxfp8"

@@ -7,7 +7,8 @@ For the expert e that token t has at rank k of its choice, with weight w[t, k]:
     y[k]    = dtype( (a down_e^T) * global_scale_e )
     out     = dtype( sum_k fp32(w[t, k]) fp32(y[k]) )        in the order of k
 
-Weights may be NVFP4 (`plugins.nvfp4`); otherwise there is no global scale. A kernel may use
+Weights may be NVFP4, or decoded with their global scale (`plugins.nvfp4`); otherwise there is none.
+A kernel may use
 rcp.approx and ex2.approx (relative error below 2^-22 each); the reference is exact to float32, and
 the two differ by less than 2^-20 before a is rounded. In bfloat16 the products of the last sum are
 exact in float32, so fused multiply-adds change nothing.
@@ -71,8 +72,8 @@ def fit_experts(axes: Axes, x: Tensor, gate_up: Weight, down: Weight, rank: Tens
     """
     if rank is not None:
         axes.fit("rank", rank, 1, dtype=torch.int32)
-    fit_weight(axes, "down", *down, "L", "D", "F", dtype=x.dtype)
-    fit_weight(axes, "gate_up", *gate_up, "L", "2F", "D", dtype=x.dtype)
+    fit_weight(axes, "down", *down, "L", "D", "F", dtype=x.dtype, decoded=True)
+    fit_weight(axes, "gate_up", *gate_up, "L", "2F", "D", dtype=x.dtype, decoded=True)
     axes.require(
         axes["2F"] == 2 * axes["F"],
         f"gate_up has {axes['2F']} rows per expert, expected 2F={2 * axes['F']}",
@@ -101,16 +102,21 @@ def cases() -> list[Case]:
     def make(
         name: str, num_rows: int, width: int, num_hidden: int, num_experts: int, top_k: int,
         *, scale: float = 1.0, quantized: bool = False, partial: bool = False,
-        rank: int | None = None, num_ranks: int = 1,
+        rank: int | None = None, num_ranks: int = 1, decoded: bool = False,
     ) -> Case:  # fmt: skip
         def arguments(dtype: torch.dtype, generator: torch.Generator) -> Arguments:
             shuffled = torch.rand(num_rows, num_experts, generator=generator).argsort(dim=-1)
             share = num_experts // num_ranks
+            factors = {
+                f"{name}_global_scale": 0.5 + torch.rand(share, generator=generator)
+                for name in (("gate_up", "down") if decoded else ())
+            }
             return {
                 "x": normal(generator, dtype, num_rows, width, scale=scale),
                 "routing_weights": torch.rand(num_rows, top_k, generator=generator).to(dtype),
                 "expert_ids": shuffled[:, :top_k].to(torch.int32),
                 **expert_arguments(generator, dtype, share, width, num_hidden, quantized=quantized),
+                **factors,
                 "rank": None if rank is None else int32(rank),
                 "partial": partial,
             }
@@ -124,6 +130,7 @@ def cases() -> list[Case]:
         make("T11_saturated", 11, 48, 20, 7, 6, scale=30.0),
         make("T1_nvfp4", 1, 64, 32, 8, 6, quantized=True),
         make("T13_nvfp4", 13, 32, 48, 5, 3, quantized=True),
+        make("T3_decoded", 3, 33, 17, 5, 2, decoded=True),
         make("T5_partial", 5, 40, 11, 6, 2, partial=True),
         make("T9_partial_nvfp4", 9, 32, 16, 6, 2, partial=True, quantized=True),
         make("T5_rank_of_3", 5, 40, 11, 6, 4, partial=True, rank=2, num_ranks=3),
@@ -152,7 +159,7 @@ def swiglu_experts(
         x: [T, D] float32 or bfloat16.
         routing_weights: x's dtype [T, K].
         expert_ids: int32 [T, K], different within a row.
-        gate_up: x's dtype [L, 2 * F, D], the gate's F rows first; or NVFP4.
+        gate_up: x's dtype [L, 2 * F, D], the gate's F rows first; or codes of NVFP4.
         gate_up_scales: see `plugins.nvfp4`.
         gate_up_global_scale: float32 [L] or None; gate and up of an expert share one.
         down: x's dtype [L, D, F], or NVFP4.

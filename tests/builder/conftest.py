@@ -60,5 +60,5 @@ def refuse(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             return None
         raise AssertionError("nothing was traced")
 
-    monkeypatch.setattr(build, "trace", trace)
+    monkeypatch.setattr(build, "tower_steps", trace)  # the first traces of a build
     return damage_and_prepare

@@ -72,7 +72,7 @@ def test_a_build_gets_the_heads(checkpoint: Path, tmp_path: Path) -> None:
     assert built.checkpoint_fingerprint == Checkpoint(checkpoint).fingerprint
     assert not any("unknown tensor" in line for line in lines)
     third = [name for name in Checkpoint(checkpoint).names if ".mtp.layers.2." in name]
-    towers = 2 + 2 * len(inkling.VISION_SHAPES)
+    towers = 2 + 2 * inkling.NUM_VISION_LAYERS
     told = f"left out {len(third) + towers} tensors of parts that this version does not build"
     assert told in lines
     kinds = {spec.name: spec.kind for spec in built.state.buffers}

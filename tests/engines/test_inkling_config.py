@@ -153,9 +153,10 @@ REFUSED: dict[str, tuple[Edit, str]] = {
         "config.json: tie_word_embeddings = True is not supported for inkling, only False",
     ),
     "quantized": (
-        lambda c: c.update(quantization_config={"quant_method": "modelopt"}),
-        "config.json: quantization_config with quant_method 'modelopt' is not supported; this "
-        "version reads BF16 and FP32 weights of inkling",
+        lambda c: c.update(quantization_config={"quant_method": "compressed-tensors"}),
+        "config.json: quantization_config with quant_method 'compressed-tensors' is not supported; "
+        "this version reads BF16 and FP32 weights of inkling, and of quant_method 'modelopt' NVFP4 "
+        "experts, as ModelOpt writes them",
     ),
     "heads": (
         text(swa_num_key_value_heads=5),
@@ -191,7 +192,7 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     ),
     "mtp depths": (
         mtp(num_nextn_predict_layers=-1),
-        "config.json: num_mtp_layers must be an integer from 0 to 2147483647, got -1",
+        "config.json: num_mtp_layers must be an integer from 0 to 512, got -1",
     ),
     "mtp windows": (
         mtp(local_layer_ids=[0, 3]),

@@ -110,7 +110,7 @@ def test_a_text_model_has_none_and_absent_values_are_as_in_transformers() -> Non
     assert audio.processor["num_bands"] == theirs.audio_config.n_mel_bins
     assert audio.processor["num_levels"] == levels
     rows = audio.weight_sources(frozenset())["table"].parts[0].shape
-    assert rows == (theirs.audio_config.n_mel_bins * levels, inkling.HIDDEN)
+    assert rows == (theirs.audio_config.n_mel_bins * levels, inkling.TINY.hidden)
 
 
 def test_layouts_give_equal_weights_and_nothing_is_left(tmp_path: Path) -> None:

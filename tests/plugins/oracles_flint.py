@@ -28,8 +28,7 @@ def e4m3(byte: np.ndarray) -> np.ndarray:
 def matrix(weight: Tensor, scales: Tensor | None, global_scale: Tensor | None) -> Tensor:
     """A weight of any form in float64, with its global scale."""
     if scales is None:
-        assert global_scale is None
-        return weight
+        return weight if global_scale is None else weight * global_scale.view(-1, 1, 1)
     codes, bytes_ = weight.numpy(), scales.numpy()
     if global_scale is None:  # MXFP8
         values = e4m3(codes & 0x7F) * np.where(codes & 0x80, -1, 1)

@@ -183,5 +183,5 @@ def test_codes_of_another_dtype_are_refused(tmp_path: Path) -> None:
         if name in tensors:
             tensors[name] = tensors[name].float()
             save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"{re.escape(name)} has dtype F32, quantized"):
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} has dtype F32, F8_E4M3 expected"):
         build(folder)

@@ -113,8 +113,8 @@ def features(engine: Engine, prompt: list[int], pixels: Tensor, levels: Tensor) 
     images = [TowerInputs(n, {"pixels": x}) for n, x in ((29, nested[:29]), (2, nested[29:]))]
     sounds = [TowerInputs(17, {"levels": levels.int().numpy()})]
     rows = {
-        "vision": encode(engine.executor, vision, images, inkling.HIDDEN),
-        "audio": encode(engine.executor, hearing, sounds, inkling.HIDDEN),
+        "vision": encode(engine.executor, vision, images, inkling.TINY.hidden),
+        "audio": encode(engine.executor, hearing, sounds, inkling.TINY.hidden),
     }
     return place_rows(prompt, rows, engine.config)  # type: ignore[arg-type]
 
@@ -153,9 +153,9 @@ def test_rows_of_towers_do_not_depend_on_steps(engine: Engine, levels: Tensor) -
     tower = engine.config.towers[1]
     values = levels.int().numpy()
     assert [step.num_rows for step in tower.steps] == [16, 256]
-    one = encode(engine.executor, tower, [TowerInputs(17, {"levels": values})], inkling.HIDDEN)
+    one = encode(engine.executor, tower, [TowerInputs(17, {"levels": values})], inkling.TINY.hidden)
     parts = [TowerInputs(len(x), {"levels": x}) for x in (values[:3], values[3:16])]
-    two = encode(engine.executor, tower, parts, inkling.HIDDEN)
+    two = encode(engine.executor, tower, parts, inkling.TINY.hidden)
     assert np.array_equal(one[:16], two)
 
 
