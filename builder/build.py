@@ -27,7 +27,7 @@ from inkrt.builder.dummy import dummy_weights
 from inkrt.builder.fuse import fuse
 from inkrt.builder.lower import Target, lower, start_compiling
 from inkrt.builder.memory import memory_table, require_fits
-from inkrt.builder.onnx_export import write_onnx
+from inkrt.builder.onnx_export import write_steps
 from inkrt.builder.onnx_model import require_onnx
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, packed_tensors
@@ -44,7 +44,6 @@ from inkrt.builder.towers import (
     tower_steps,
     traced_steps,
 )
-from inkrt.builder.trace import StepGraph
 from inkrt.builder.weights import Meter
 from inkrt.builder.writer import (
     Staging,
@@ -174,7 +173,7 @@ def prepare(
     started = time.monotonic()
     modules = list(step_modules(definition, model, options, dtype, state, drafter))
     further = tower_steps(towers, options.tp_size, dtype)
-    graphs: list[StepGraph] = []
+    graphs = []
     try:
         for traced in traced_steps(modules, further, model, state, options, dtype):
             graph = fuse(traced, passes, dump_folder)
@@ -187,10 +186,8 @@ def prepare(
         if target.compiler is not None:
             target.compiler.stop()
     if onnx_folder is not None:
-        for graph in graphs:
-            write_onnx(onnx_folder, graph)
-        for _, plain in tower_steps(towers, options.tp_size, dtype, is_plain=True):
-            write_onnx(onnx_folder, plain, "standard.onnx")
+        plain = tower_steps(towers, options.tp_size, dtype, is_plain=True)
+        write_steps(onnx_folder, graphs, [graph for _, graph in plain])
         progress(f"onnx {onnx_folder}: {len(graphs)} steps")
     _, module = modules[0]  # all steps have its weights and state, the draft step some of them
     if target.chooser is not None:

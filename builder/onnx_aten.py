@@ -21,7 +21,9 @@ from inkrt.errors import BuildError
 aten = torch.ops.aten
 Rule = Callable[[OnnxModel, Node, dict[str, Any]], None]
 # Arguments that say nothing about values.
-_IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "implicit", "cudnn_enable"})
+_IGNORED = frozenset(
+    {"device", "layout", "pin_memory", "memory_format", "implicit", "cudnn_enable"}
+)
 
 
 def add_aten(model: OnnxModel, node: Node, where: str) -> None:

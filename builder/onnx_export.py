@@ -11,8 +11,14 @@ gives the same values. A model holds no weights. Names of its values:
 
 ONNX values never change, so an operator that writes state gives new versions of what it writes,
 and the next reader takes these: the order of writes and reads stands in the edges.
+
+The arguments of an operator's schema are attributes of their names; one that is None is left out.
+ONNX knows inputs by their place only, and a list has any number of them: the attribute
+`input_names` says which argument each is (`x`, or `blocks[0]`), `writes` which of these the last
+outputs are new versions of.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +37,23 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 
-def write_onnx(folder: Path, graph: StepGraph, ending: str = "onnx") -> None:
-    """Write a graph as `<step>.<ending>` into `folder`.
+def write_steps(folder: Path, graphs: Iterable[StepGraph], plain: Iterable[StepGraph]) -> None:
+    """Write graphs as `<step>.onnx` into `folder`, replacing those of an earlier build.
+
+    Args:
+        folder: is made if it is not there.
+        graphs: of all steps.
+        plain: of steps that have a form in standard operators too, in that; they are written as
+            `<step>.standard.onnx`.
 
     Raises:
         BuildError: see `to_onnx`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    content = to_onnx(graph).SerializeToString(deterministic=True)
-    (folder / f"{graph.step.name}.{ending}").write_bytes(content)
+    for ending, group in (("onnx", graphs), ("standard.onnx", plain)):
+        for graph in group:
+            content = to_onnx(graph).SerializeToString(deterministic=True)
+            (folder / f"{graph.step.name}.{ending}").write_bytes(content)
 
 
 def to_onnx(graph: StepGraph) -> "ModelProto":
@@ -118,7 +132,9 @@ class _Export:
             self.onnx.add_value(name, value)
             for reader in readers:
                 self.onnx.set_name(reader, name)
-        for buffer in written:
+        if written:
+            attributes["writes"] = [name for name, _ in written]
+        for _, buffer in written:
             self.writes[buffer] = self.writes.get(buffer, 0) + 1
             name = f"state.{self.graph.state[buffer.name]}@{self.writes[buffer]}"
             outputs.append(name)
@@ -129,13 +145,13 @@ class _Export:
 
     def _arguments(
         self, node: Node, plugin: Plugin
-    ) -> tuple[list[tuple[str, str]], dict[str, Attribute], list[Node]]:
+    ) -> tuple[list[tuple[str, str]], dict[str, Attribute], list[tuple[str, Node]]]:
         """Inputs with their names in the operator's schema, attributes, and buffers it writes."""
         assert isinstance(node.target, torch._ops.OpOverload)
         given = arguments(node)
         inputs: list[tuple[str, str]] = []
         attributes: dict[str, Attribute] = {}
-        written: list[Node] = []
+        written: list[tuple[str, Node]] = []
         for argument in node.target._schema.arguments:
             name = argument.name
             value = given.get(name, argument.default_value)
@@ -145,7 +161,7 @@ class _Export:
             nodes = {key: item for key, item in tensors.items() if isinstance(item, Node)}
             inputs += [(key, self.onnx.name_of(item)) for key, item in nodes.items()]
             if name in plugin.mutates:
-                written += [self._buffer(node, item) for item in nodes.values()]
+                written += [(key, self._buffer(node, item)) for key, item in nodes.items()]
             if not nodes and value is not None and "Tensor" not in str(argument.type):
                 attributes[name] = _attribute(value, str(argument.type))
         return inputs, attributes, written

@@ -45,8 +45,8 @@ def require_onnx() -> None:
         import onnx  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "onnx: writing graphs as ONNX needs the package onnx; install it with "
-            "pip install 'inkrt[onnx]', or leave the option out"
+            "writing graphs as ONNX needs the package onnx; install it with: "
+            "pip install 'inkrt[onnx]'"
         ) from error
 
 
@@ -165,7 +165,7 @@ class OnnxModel:
         from onnx import helper
 
         node = helper.make_node(
-            op, inputs, outputs, name=f"{self._owner}.{op}.{len(self._nodes)}",
+            op, inputs, outputs, name=self._owner if domain else outputs[0],
             doc_string=self._doc or None, domain=domain or None,
         )  # fmt: skip
         node.attribute.extend(
