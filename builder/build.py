@@ -39,6 +39,7 @@ from inkrt.builder.tactics import TacticChooser
 from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
 from inkrt.builder.towers import (
     choose_towers,
+    plain_steps,
     tower_sources,
     tower_specs,
     tower_steps,
@@ -168,8 +169,9 @@ def prepare(
         target.chooser = TacticChooser(options.target, times)
     elif timing_cache is not None:
         raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
-    keeps, sums = options.keep_intermediates, options.sums
-    passes = passes_for(options.target, keeps_intermediates=keeps, sums=sums)
+    passes = passes_for(
+        options.target, keeps_intermediates=options.keep_intermediates, sums=options.sums
+    )
     started = time.monotonic()
     modules = list(step_modules(definition, model, options, dtype, state, drafter))
     further = tower_steps(towers, options.tp_size, dtype)
@@ -186,8 +188,7 @@ def prepare(
         if target.compiler is not None:
             target.compiler.stop()
     if onnx_folder is not None:
-        plain = tower_steps(towers, options.tp_size, dtype, is_plain=True)
-        write_steps(onnx_folder, graphs, [graph for _, graph in plain])
+        write_steps(onnx_folder, graphs, plain_steps(towers, options.tp_size, dtype))
         progress(f"onnx {onnx_folder}: {len(graphs)} steps")
     _, module = modules[0]  # all steps have its weights and state, the draft step some of them
     if target.chooser is not None:

@@ -5,7 +5,6 @@ operators by the evaluator of the package `onnx`, towers by onnxruntime.
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from graph_run import assert_same_bits, copies, run_graph, step_inputs
 from small_flint import inputs_of, rank_states, rank_weights, small_graph, write_small
-from small_model import DECODE, OPTIONS, VERIFY3
+from small_model import DECODE, VERIFY3
 from small_model import rank_states as inkling2_states
 from small_model import rank_weights as inkling2_weights
 from small_model import small_graph as inkling2_graph
@@ -33,6 +32,8 @@ from inkrt.builder.towers import TowerStep
 from inkrt.builder.trace import StepGraph, trace_tower
 from inkrt.commands import build
 from inkrt.engines.catalog import find_definition
+from inkrt.engines.inkling import audio as inkling_audio
+from inkrt.engines.inkling import vision as inkling_vision
 from inkrt.engines.interface import Sharding
 from inkrt.engines.tiny import inkling, inkling2
 from inkrt.engines.tiny.checkpoint import write_checkpoint
@@ -40,7 +41,8 @@ from inkrt.engines.tiny.drafter import TinyDrafter
 from inkrt.engines.tower import Tower
 from inkrt.errors import BuildError
 from inkrt.plugins.registry import plugins
-from inkrt.runtime.engine_file import StepSpec
+from inkrt.runtime.engine_file import StepSpec, read_plans
+from inkrt.runtime.plan import Plan, weight_specs
 
 onnx = pytest.importorskip("onnx")
 evaluator = pytest.importorskip("onnx.reference")
@@ -157,52 +159,48 @@ def test_models_compute_what_graphs_of_flint_do(tmp_path: Path) -> None:
     assert_same_as_graph(graph, weights, state, inputs_of(1, 1))
 
 
-@pytest.fixture(scope="module")
-def short_models() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inkling, "NUM_LAYERS", 3)
-        yield
-
-
-def check_folder(folder: Path, checkpoint: Path, options: BuildOptions, steps: set[str]) -> None:
-    """Every step is there, whole and without weights."""
-    prepared = prepare(open_checkpoint(checkpoint), options, onnx_folder=folder)
-    towers = {step for step in steps if step.startswith(("vision", "audio"))}
-    files = {f"{step}.onnx" for step in steps} | {f"{step}.standard.onnx" for step in towers}
-    assert {path.name for path in folder.iterdir()} == files
+def check_folder(folder: Path, plans: dict[str, Plan], towers: set[str]) -> None:
+    """Every step is there with every launch, towers in standard operators too, no weights."""
+    standard = {f"{step}.standard.onnx" for step in towers}
+    steps = {f"{step}.onnx" for step in plans}
+    assert {path.name for path in folder.iterdir()} == steps | standard
     weights: set[str] = set()
-    for name in files:
+    for name in steps | standard:
         model = onnx.load(folder / name)
         onnx.checker.check_model(model, full_check=True)
         named = {x.name for x in model.graph.input if x.name.startswith("weight.")}
         weights |= {x.removeprefix("weight.") for x in named}
-        domains = {node.domain for node in model.graph.node}
-        assert ("ai.ink" in domains) == (".standard" not in name)
         # Scalars, shapes, and ranges of towers.
         assert all(len(constant.dims) <= 1 for constant in model.graph.initializer)
-        if ".standard" not in name:
-            ours = [node.op_type for node in model.graph.node if node.domain == "ai.ink"]
-            plan = prepared.plans[name.removesuffix(".onnx")]
-            assert ours == [launch.op for launch in plan.launches]
-    assert weights == {tensor.name for tensor in prepared.tensors}
+        ours = [node.op_type for node in model.graph.node if node.domain == "ai.ink"]
+        plan = plans[name.split(".")[0]]
+        assert ours == ([] if name in standard else [launch.op for launch in plan.launches])
+    assert weights == weight_specs(plans).keys()
 
 
 def test_a_build_exports_inkling_its_towers_and_its_heads(
-    tmp_path: Path, short_models: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(inkling, "NUM_LAYERS", 3)
+    for module in (inkling_vision, inkling_audio):
+        monkeypatch.setattr(module, "_SIZES", (16,))
     write_checkpoint(tmp_path / "x", model="inkling", dtype="bfloat16")
     options = BuildOptions(max_seq_len=60, max_verify_tokens=2, prefill_chunk=12)
-    text = {"decode", "verify2", "prefill12", "draft"}
-    towers = {"vision16", "vision128", "audio16", "audio256"}
-    check_folder(tmp_path / "onnx", tmp_path / "x", options, text | towers)
+    folder = tmp_path / "onnx"
+    plans = prepare(open_checkpoint(tmp_path / "x"), options, onnx_folder=folder).plans
+    assert {"decode", "draft"} < plans.keys()
+    check_folder(folder, plans, {"vision16", "audio16"})
 
 
-def test_a_build_exports_a_drafter_on_two_ranks(tmp_path: Path) -> None:
+def test_the_command_exports_a_drafter_on_two_ranks(tmp_path: Path) -> None:
     write_inkling2(tmp_path / "x", dtype="bfloat16", drafter=TinyDrafter("embedded"))
-    options = BuildOptions(
-        tp_size=2, max_seq_len=200, max_verify_tokens=1, prefill_chunk=16, towers="none"
-    )
-    check_folder(tmp_path / "onnx", tmp_path / "x", options, {"decode", "prefill16", "draft"})
+    folder, engine = tmp_path / "a" / "b", tmp_path / "engine"
+    options = ["--tp-size=2", "--max-seq-len=200", "--max-verify-tokens=1", "--prefill-chunk=16"]
+    arguments = [str(tmp_path / "x"), "--towers=none", "-o", str(engine), "--onnx", str(folder)]
+    result = CliRunner().invoke(build.make_app(), [*arguments, *options])
+    assert result.exit_code == 0, result.stderr
+    assert f"onnx {folder}: 3 steps" in result.stderr
+    check_folder(folder, read_plans(engine, 0), set())
 
 
 def test_a_looped_model_has_every_shared_weight_once() -> None:
@@ -310,17 +308,3 @@ def test_a_missing_package_is_told_in_one_line(
         "pip install 'inkrt[onnx]'\n",
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_writes_a_folder(checkpoint: Path, tmp_path: Path) -> None:
-    options = [f"--{name.replace('_', '-')}={getattr(OPTIONS, name)}" for name in (
-        "max_verify_tokens", "max_seq_len", "prefill_chunk", "towers"
-    )]  # fmt: skip
-    arguments = [str(checkpoint), "--dry-run", "--onnx", str(tmp_path / "a" / "b"), *options]
-    result = CliRunner().invoke(build.make_app(), arguments)
-    assert result.exit_code == 0, result.stderr
-    assert f"onnx {tmp_path}/a/b: 2 steps" in result.stderr
-    assert {path.name for path in (tmp_path / "a" / "b").iterdir()} == {
-        "decode.onnx",
-        "prefill16.onnx",
-    }
