@@ -61,12 +61,21 @@ def _operand(model: OnnxModel, value: Any, dtype: torch.dtype) -> str:
     return model.add_helper("Cast", [model.name_of(value)], to=onnx_type(dtype))
 
 
+def _require_only(node: Node, args: dict[str, Any], *names: str) -> None:
+    """Check that a call sets no further options."""
+    if further := args.keys() - set(names):
+        raise BuildError(
+            f"node {node.name}: {node.target} with {', '.join(sorted(further))} has no form in "
+            f"standard ONNX operators here; see builder/onnx_aten.py"
+        )
+
+
 def _meta(value: Any) -> Any:
     return value.meta["val"] if isinstance(value, Node) else value
 
 
 def _binary(op: str, first: str, second: str, model: OnnxModel, node: Node, args: Any) -> None:
-    assert args.keys() == {first, second}, f"{node.name}: {args.keys()}"
+    _require_only(node, args, first, second)
     a, b = args[first], args[second]
     dtype = torch.result_type(_meta(a), _meta(b))
     if op == "Div" and not dtype.is_floating_point:
@@ -75,7 +84,7 @@ def _binary(op: str, first: str, second: str, model: OnnxModel, node: Node, args
 
 
 def _unary(op: str, model: OnnxModel, node: Node, args: Any) -> None:
-    assert args.keys() == {"self"}, f"{node.name}: {args.keys()}"
+    _require_only(node, args, "self")
     _result(model, node, op, [_operand(model, args["self"], node.meta["val"].dtype)])
 
 
@@ -90,7 +99,7 @@ def _rsqrt(model: OnnxModel, node: Node, args: Any) -> None:
 
 
 def _gelu(model: OnnxModel, node: Node, args: Any) -> None:
-    assert args.get("approximate", "none") == "none"
+    _require_only(node, args, "self")
     dtype = node.meta["val"].dtype
     x = _operand(model, args["self"], torch.float32)
     if dtype is torch.float32:
@@ -149,7 +158,8 @@ def _rows(table: str, index: str, model: OnnxModel, node: Node, args: Any) -> No
     """Rows of a table that an integer tensor names."""
     place = args[index]
     if isinstance(place, list | tuple):
-        assert len(place) == 1, f"{node.name}: one index expected"
+        if len(place) != 1:
+            raise BuildError(f"node {node.name}: {node.target} by {len(place)} indices, expected 1")
         place = place[0]
     _result(model, node, "Gather", [model.name_of(args[table]), model.name_of(place)], axis=0)
 

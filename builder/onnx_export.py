@@ -47,13 +47,21 @@ def write_steps(folder: Path, graphs: Iterable[StepGraph], plain: Iterable[StepG
             `<step>.standard.onnx`.
 
     Raises:
-        BuildError: see `to_onnx`.
+        BuildError: the folder cannot be written, or see `to_onnx`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for ending, group in (("onnx", graphs), ("standard.onnx", plain)):
-        for graph in group:
-            content = to_onnx(graph).SerializeToString(deterministic=True)
-            (folder / f"{graph.step.name}.{ending}").write_bytes(content)
+    files = {
+        f"{graph.step.name}.{ending}": to_onnx(graph).SerializeToString(deterministic=True)
+        for ending, group in (("onnx", graphs), ("standard.onnx", plain))
+        for graph in group
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise BuildError(
+            f"onnx folder {folder} cannot be written ({error.strerror}); name another one"
+        ) from error
 
 
 def to_onnx(graph: StepGraph) -> "ModelProto":

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from inkrt.builder.build import prepare
 from inkrt.builder.checkpoint import open_checkpoint
-from inkrt.builder.onnx_export import to_onnx
+from inkrt.builder.onnx_export import to_onnx, write_steps
 from inkrt.builder.options import BuildOptions
 from inkrt.builder.passes import PASSES
 from inkrt.builder.rewrite import calls
@@ -285,6 +285,16 @@ def test_what_has_no_form_in_onnx_is_refused() -> None:
         to_onnx(graph)
 
     graph = inkling2_graph(DECODE, 1)
+    softcap = calls(graph.module.graph, "softcap")[0]
+    with graph.module.graph.inserting_after(softcap):
+        scaled = graph.module.graph.call_function(
+            torch.ops.aten.add.Tensor, (softcap, 1.0), {"alpha": 2.0}
+        )
+    scaled.meta["val"] = softcap.meta["val"]
+    with pytest.raises(BuildError, match=rf"node {scaled.name}: aten.add.Tensor with alpha has no"):
+        to_onnx(graph)
+
+    graph = inkling2_graph(DECODE, 1)
     (write, *_) = calls(graph.module.graph, "kv_write")
     cache = next(node for node in write.all_input_nodes if node.name in graph.state)
     with graph.module.graph.inserting_before(write):
@@ -292,6 +302,12 @@ def test_what_has_no_form_in_onnx_is_refused() -> None:
     view.meta["val"] = cache.meta["val"][0]
     with pytest.raises(BuildError, match=rf"node {view.name}: a view of state layers\.0\..*_cache"):
         to_onnx(graph)
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "graphs").write_text("")
+    with pytest.raises(BuildError, match=r"onnx folder .*graphs cannot be written \(File exists\)"):
+        write_steps(tmp_path / "graphs", [inkling2_graph(DECODE, 1)], [])
 
 
 @pytest.mark.parametrize("further", [["--dry-run"], ["-o", "engine"]])
