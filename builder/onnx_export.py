@@ -143,6 +143,8 @@ class _Export:
         if written:
             attributes["writes"] = [name for name, _ in written]
         for _, buffer in written:
+            if buffer in self.writes:  # what it was until now is no output
+                self.onnx.add_value(self.onnx.name_of(buffer), buffer.meta["val"])
             self.writes[buffer] = self.writes.get(buffer, 0) + 1
             name = f"state.{self.graph.state[buffer.name]}@{self.writes[buffer]}"
             outputs.append(name)

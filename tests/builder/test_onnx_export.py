@@ -146,6 +146,13 @@ def test_models_compute_what_graphs_of_inkling2_do(checkpoint: Path, *, is_fused
     graph = inkling2_graph(VERIFY3, 1, dtype=torch.float32)
     if is_fused:
         graph = fused(graph)
+    else:  # a buffer that is written twice
+        (write, *_) = calls(graph.module.graph, "kv_write")
+        with graph.module.graph.inserting_after(write):
+            graph.module.graph.node_copy(write)
+        assert {"state.layers.0.attn.k_cache@1", "state.layers.0.attn.k_cache@2"} <= {
+            x.name for x in (*to_onnx(graph).graph.value_info, *to_onnx(graph).graph.output)
+        }
     (weights,) = inkling2_weights(checkpoint, 1, dtype=torch.float32)
     (state,) = inkling2_states(1, torch.float32)
     assert_same_as_graph(graph, weights, state, step_inputs(3, 2))
