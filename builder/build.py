@@ -8,7 +8,7 @@ to a callback, one line per stage.
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,25 +24,27 @@ from inkrt.builder.choose_drafter import (
 from inkrt.builder.compile import PLUGIN_FOLDER, Compiler, compile_cubin
 from inkrt.builder.dequantize import choose_forms
 from inkrt.builder.dummy import dummy_weights
-from inkrt.builder.dump import write_graph
+from inkrt.builder.fuse import fuse
 from inkrt.builder.lower import Target, lower, start_compiling
 from inkrt.builder.memory import memory_table, require_fits
+from inkrt.builder.onnx_export import write_steps
+from inkrt.builder.onnx_model import require_onnx
 from inkrt.builder.options import MAX_VERIFY_TOKENS, BuildOptions, rebuild_command
 from inkrt.builder.pack import PackedTensor, packed_tensors
 from inkrt.builder.pack_weights import build_key, pack_weights
-from inkrt.builder.passes import Pass, passes_for
+from inkrt.builder.passes import passes_for
 from inkrt.builder.ratio_tests import apart_from_steps, ratio_tests
 from inkrt.builder.steps import engine_steps, state_layout, step_modules
 from inkrt.builder.tactics import TacticChooser
 from inkrt.builder.timing_cache import SHIPPED, read_timing_cache
 from inkrt.builder.towers import (
     choose_towers,
+    plain_steps,
     tower_sources,
     tower_specs,
     tower_steps,
     traced_steps,
 )
-from inkrt.builder.trace import StepGraph
 from inkrt.builder.weights import Meter
 from inkrt.builder.writer import (
     Staging,
@@ -125,6 +127,7 @@ def prepare(
     dump_folder: Path | None = None,
     timing_cache: Path | None = None,
     draft_checkpoint: Path | None = None,
+    onnx_folder: Path | None = None,
 ) -> Prepared:
     """Read the configuration, trace, fuse and lower every step, and size the memory.
 
@@ -136,10 +139,14 @@ def prepare(
         dump_folder: where to write the graphs after every pass, if anywhere.
         timing_cache: file of times that tactics are chosen by; None takes that of the package.
         draft_checkpoint: folder of the drafter; None for the one that the checkpoint may bundle.
+        onnx_folder: where to write what every step has become as ONNX, if anywhere, and steps of
+            towers in standard operators too.
 
     Raises:
         InkError: the model, an option or their combination is not supported.
     """
+    if onnx_folder is not None:
+        require_onnx()
     definition = find_definition(checkpoint.config)
     model: ModelConfig = definition.parse_config(checkpoint.config)
     model = choose_forms(definition, model, options, progress)
@@ -162,15 +169,16 @@ def prepare(
         target.chooser = TacticChooser(options.target, times)
     elif timing_cache is not None:
         raise ConfigError("a timing cache is for GPU targets; leave it out for target cpu")
-    keeps, sums = options.keep_intermediates, options.sums
-    passes = passes_for(options.target, keeps_intermediates=keeps, sums=sums)
+    passes = passes_for(
+        options.target, keeps_intermediates=options.keep_intermediates, sums=options.sums
+    )
     started = time.monotonic()
     modules = list(step_modules(definition, model, options, dtype, state, drafter))
     further = tower_steps(towers, options.tp_size, dtype)
-    graphs: list[StepGraph] = []
+    graphs = []
     try:
         for traced in traced_steps(modules, further, model, state, options, dtype):
-            graph = _fused(traced, passes, dump_folder)
+            graph = fuse(traced, passes, dump_folder)
             start_compiling(graph, target)  # beside the tracing of other steps
             graphs.append(graph)
         for graph in graphs:
@@ -179,6 +187,9 @@ def prepare(
     finally:
         if target.compiler is not None:
             target.compiler.stop()
+    if onnx_folder is not None:
+        write_steps(onnx_folder, graphs, plain_steps(towers, options.tp_size, dtype))
+        progress(f"onnx {onnx_folder}: {len(graphs)} steps")
     _, module = modules[0]  # all steps have its weights and state, the draft step some of them
     if target.chooser is not None:
         progress(target.chooser.summary())
@@ -212,6 +223,7 @@ def build_engine(
     draft_checkpoint: Path | None = None,
     workers: int = 0,
     meter: Meter | None = None,
+    onnx_folder: Path | None = None,
 ) -> EngineConfig:
     """Build an engine folder; it appears under `target` complete or not at all.
 
@@ -221,13 +233,14 @@ def build_engine(
     Args:
         checkpoint_folder: or a GGUF file.
         target: must not exist.
-        options: see `prepare`, as for all that follow but the last two.
+        options: see `prepare`, as for all that follow but `workers` and `meter`.
         progress: called with a line per stage.
         dump_folder: where to write graphs.
         timing_cache: file of times.
         draft_checkpoint: folder of the drafter.
         workers: threads that pack weights; 0 for one per processor.
         meter: called with the bytes of weights that are written, and all of them.
+        onnx_folder: where to write graphs as ONNX.
 
     Raises:
         InkError: the checkpoint or an option is unfit, or writing failed.
@@ -240,7 +253,9 @@ def build_engine(
             f"target {BLACKWELL}: kernels compile, but none has run on such a GPU yet; attention "
             f"of up to {MAX_VERIFY_TOKENS} tokens takes the kernel without tensor cores"
         )
-    prepared = prepare(checkpoint, options, progress, dump_folder, timing_cache, draft_checkpoint)
+    prepared = prepare(
+        checkpoint, options, progress, dump_folder, timing_cache, draft_checkpoint, onnx_folder
+    )
     require_fits(prepared.memory.total, options.target, options.tp_size)
     is_dummy = options.weights == "dummy"
     needed = _FOLDER_OVERHEAD_BYTES + (0 if is_dummy else prepared.weight_bytes)
@@ -258,18 +273,6 @@ def build_engine(
         write_file(staging.folder / CONFIG_NAME, encode_config(config))
     progress(f"engine {target}: {sum(entry.size for entry in config.files.values()):,} bytes")
     return config
-
-
-def _fused(graph: StepGraph, passes: Sequence[Pass], dump_folder: Path | None) -> StepGraph:
-    """A graph after all passes, written to files after each if a folder is given."""
-    if dump_folder is not None:
-        write_graph(dump_folder, 0, "traced", graph)
-    for number, run_pass in enumerate(passes, start=1):
-        graph = run_pass(graph)
-        graph.module.graph.lint()
-        if dump_folder is not None:
-            write_graph(dump_folder, number, run_pass.__name__, graph)
-    return graph
 
 
 def _resolve(

@@ -230,11 +230,19 @@ class Checkpoint:
         header = self._header_of(part.name)
         dtype, shape = _STORED[header.get_dtype()], tuple(header.get_shape())
         first = shard.offsets[part.name]
-        tensor = shard.mapped.tensor(first, math.prod(shape) * dtype.itemsize, dtype).view(shape)
-        if part.encoding:
-            tensor = tensor.view(torch.uint8)
         is_one = part.or_scalar and shape != part.shape
-        piece = tensor.reshape(1) if is_one else tensor[part.index]
+        index = tuple(slice(size) for size in shape) if is_one else part.index
+        # Bytes of the piece alone, as those that are not aligned are copied.
+        begin, end = extent(shape, index)
+        size = dtype.itemsize
+        piece = shard.mapped.tensor(first + begin * size, (end - begin) * size, dtype).as_strided(
+            [len(range(n)[one]) for n, one in zip(shape, index, strict=True)],
+            [math.prod(shape[dim + 1 :]) * (one.step or 1) for dim, one in enumerate(index)],
+        )
+        if part.encoding:
+            piece = piece.view(torch.uint8)
+        if is_one:
+            piece = piece.reshape(1)
         require_values(part, piece, self.folder / self._shard_of[part.name])
         return piece
 

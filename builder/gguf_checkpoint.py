@@ -143,7 +143,8 @@ class GgufCheckpoint:
         """The piece; a view of the memory-mapped file unless it is NVFP4.
 
         Raises:
-            CheckpointError: as `check`, or a scale of the piece is no number or negative.
+            CheckpointError: as `check`, or a scale of the piece is no number. Of scales the top bit
+                counts for nothing.
         """
         self.check(part)
         entry = self._entry(part.name)

@@ -69,7 +69,7 @@ def pack_weights(
             f"s, wrote for {seconds.writing:.1f} s, hashed for {seconds.hashing:.1f} s"
         )
     for line in writer.quantization():
-        progress(line)
+        progress(f"{line} (of what was packed now)" if kept else line)
     _tell_left_out(checkpoint, prepared, sources, progress)
 
 

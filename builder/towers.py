@@ -62,16 +62,22 @@ def choose_towers(
 
 
 def tower_steps(
-    towers: Iterable[Tower], tp_size: int, dtype: torch.dtype
+    towers: Iterable[Tower], tp_size: int, dtype: torch.dtype, *, is_plain: bool = False
 ) -> list[tuple[TowerStep, StepGraph]]:
-    """Every step of every tower: its module and its graph."""
+    """Every step of every tower: its module and its graph, see `trace_tower`."""
     steps = []
     for tower in towers:
         for size in tower.sizes:
             module = TowerStep(tower, dtype)
             step = StepSpec(f"{tower.kind}{size}", size, size)
-            steps.append((module, trace_tower(module, tower, step, tp_size, dtype)))
+            graph = trace_tower(module, tower, step, tp_size, dtype, is_plain=is_plain)
+            steps.append((module, graph))
     return steps
+
+
+def plain_steps(towers: Iterable[Tower], tp_size: int, dtype: torch.dtype) -> list[StepGraph]:
+    """Graphs of every step of every tower in standard operators."""
+    return [graph for _, graph in tower_steps(towers, tp_size, dtype, is_plain=True)]
 
 
 def traced_steps(

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from inkrt.engines.interface import StateOptions, StepInputs
 from inkrt.engines.tower import Tower
+from inkrt.plugins.plain import to_plain
 from inkrt.runtime.engine_file import DRAFT_STEP, StepSpec
 
 STEP_INPUTS: dict[str, torch.dtype] = {
@@ -101,7 +102,13 @@ def trace(
 
 
 def trace_tower(
-    module: nn.Module, tower: Tower, step: StepSpec, tp_size: int, dtype: torch.dtype
+    module: nn.Module,
+    tower: Tower,
+    step: StepSpec,
+    tp_size: int,
+    dtype: torch.dtype,
+    *,
+    is_plain: bool = False,
 ) -> StepGraph:
     """Trace a step of a tower, whose `forward` takes what `Tower` says.
 
@@ -112,12 +119,15 @@ def trace_tower(
         step: which.
         tp_size: ranks; all run the same.
         dtype: compute dtype.
+        is_plain: whether in standard operators; see `plugins.plain`.
     """
     inputs = {
         name: _on_meta(*shape, dtype=kind)
         for name, (shape, kind) in tower.inputs(step.num_tokens, dtype).items()
     }
     exported = _export(module, tuple(inputs.values()))
+    if is_plain:
+        exported = to_plain(exported)
     placeholders = [spec.arg.name for spec in exported.graph_signature.input_specs]
     own = placeholders[len(placeholders) - len(inputs) :]
     for node in exported.graph.find_nodes(op="placeholder"):

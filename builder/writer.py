@@ -113,6 +113,8 @@ def staged_folder(
         if lock is None:
             staging.folder.mkdir()
             lock = _try_lock(staging.folder)
+            if lock is None:
+                progress(f"{staging.folder} cannot be locked: if this build stops, remove it")
         yield staging
         (staging.folder / JOURNAL_NAME).unlink(missing_ok=True)
         _sync(staging.folder)

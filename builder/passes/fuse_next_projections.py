@@ -9,7 +9,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from inkrt.builder.rewrite import arguments, calls, insert_call, is_call
+from inkrt.builder.rewrite import arguments, calls, insert_call, insert_getitem, is_call
 from inkrt.builder.tactics import call_args, find_tactics
 from inkrt.builder.trace import StepGraph
 
@@ -38,17 +38,43 @@ def _fuse(mix: Node, target: str) -> None:
     if not find_tactics("moe_conv_mix", target, call_args(args)):
         return
     fused = insert_call(mix, "moe_conv_mix", args, mix)
-    for node, first in ((mix, 0), (group, 2)):
-        for item in list(node.users):
-            index = item.args[1]
-            assert item.target is operator.getitem
-            assert isinstance(index, int)
-            item.args = (fused, first + index)
-    for item in sorted(fused.users, reverse=True):  # readers of products may stand further ahead
-        fused.append(item)
+    for item in list(mix.users):
+        assert item.target is operator.getitem
+        item.args = (fused, item.args[1])
+    products = _products(insert_getitem(fused, 2), group)
+    for item in list(group.users):
+        index = item.args[1]
+        assert isinstance(index, int)
+        item.replace_all_uses_with(products[index])
+        mix.graph.erase_node(item)
+    for item in sorted(set(fused.users), reverse=True):  # those of the mix stood behind it
+        if item.target is operator.getitem:
+            fused.append(item)
     graph = mix.graph
     graph.erase_node(group)
     graph.erase_node(mix)
+
+
+def _products(whole: Node, group: Node) -> list[Node]:
+    """Views of one vector with the results of a `linear_group`, in its order; behind the vector."""
+    aten = torch.ops.aten
+    found, start = [], 0
+    place = whole
+    for product in group.meta["val"]:
+        size = list(product.shape)
+        end = start + product.numel()
+        for target, source, more in (
+            (aten.slice.Tensor, whole, (0, start, end)), (aten.view.default, None, (size,)),
+        ):  # fmt: skip
+            args = (source if source is not None else place, *more)
+            with whole.graph.inserting_after(place):
+                node = whole.graph.call_function(target, args)
+            node.meta["val"] = target(args[0].meta["val"], *more)
+            node.meta["nn_module_stack"] = group.meta.get("nn_module_stack", {})
+            place = node
+        found.append(place)
+        start = end
+    return found
 
 
 def _queries(mix: Node) -> dict[Node, int]:

@@ -31,6 +31,13 @@ def build(
         Path | None,
         typer.Option(metavar="DIR", help="Write the graph of every step as text after every pass."),
     ] = None,
+    onnx: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write what every step has become as ONNX, one file each, without weights.",
+        ),
+    ] = None,
     timing_cache: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Times to choose tactics by; default: the package's."),
@@ -80,7 +87,9 @@ def build(
         if not opened.names and draft_checkpoint is None:
             progress("no tensors are there: sizes are those of config.json")
             options = dataclasses.replace(options, weights="dummy")
-        prepared = prepare(opened, options, progress, dump_graph, timing_cache, draft_checkpoint)
+        prepared = prepare(
+            opened, options, progress, dump_graph, timing_cache, draft_checkpoint, onnx
+        )
         memory = prepared.memory
         sizes, scratch = sizes_of(prepared), memory.arena + memory.kept
         left = {
@@ -105,6 +114,7 @@ def build(
                 draft_checkpoint,
                 workers,
                 meter,
+                onnx,
             )
         if costs:
             from inkrt.commands.bench_speculation import keep_costs

@@ -67,5 +67,6 @@ def embedding_sum(codes: Tensor, table: Tensor) -> Tensor:
         IndexError: a code is below 0 or leads behind the table.
     """
     num_tables = codes.shape[1]
-    first = torch.arange(num_tables, dtype=torch.int32) * (table.shape[0] // num_tables)
+    first = torch.arange(num_tables, dtype=torch.int32, device=codes.device)
+    first = first * (table.shape[0] // num_tables)
     return F.embedding(codes + first, table).float().sum(1).to(table.dtype)

@@ -109,6 +109,9 @@ struct Shared {
 #endif
 };
 
+#if PROJECTS
+static_assert(sizeof(float) * WARPS * TILE_SUMS <= sizeof Shared::sums, "projections' sums");
+#endif
 static_assert(sizeof(Candidates) <= sizeof Shared::sums, "no more than sums");
 
 // a = cap(g; 4) sigmoid(g) cap(u; 25) of rounded g and u, with the model's caps.
@@ -145,8 +148,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #if PROJECTS
                 ,
                 const u8* w0, const u8* w1, const u8* w2, const u8* w3, const u8* w4, const u8* w5,
-                const u8* w6, const u8* w7, bf16* y0, bf16* y1, bf16* y2, bf16* y3, bf16* y4,
-                bf16* y5, bf16* y6, bf16* y7, bf16* mixed, const u64* soon
+                const u8* w6, const u8* w7, bf16* products, bf16* mixed, const u64* soon
 #endif
 #if TRACE
                 ,
@@ -543,7 +545,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   MARK(11);
 #if PROJECTS
   const u8* const matrices[8] = {w0, w1, w2, w3, w4, w5, w6, w7};
-  bf16* const products[8] = {y0, y1, y2, y3, y4, y5, y6, y7};
   Projections projections(matrices, products, sm.projections, sm.stages[warp], b, warp, lane);
   projections.begin(error);
   projections.multiply(sm.x, &sm.sums[0][0][0][0], inputs, soon, turn + 1,

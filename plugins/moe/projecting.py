@@ -50,6 +50,12 @@ class Projecting:
         return share * (-(-self.tiles // (WARPS // warps)))
 
     @property
+    def first_rows(self) -> tuple[int, ...]:
+        """Of each matrix, among those of all in the operator's order."""
+        by_place = dict(zip(self.places, self.rows, strict=True))
+        return tuple(sum(by_place[i] for i in range(place)) for place in self.places)
+
+    @property
     def tiles(self) -> int:
         """Row tiles of all matrices."""
         return sum(-(-rows // 16) for rows in self.rows)
@@ -69,7 +75,8 @@ class Projecting:
         warps, _ = split_of(self.width)
         return (
             ("PROJECTS", 1), ("MATRICES", len(self.rows)), ("ROWS", _listed(self.rows)),
-            ("INPUT_OF", _listed(self.query_of)), ("DIM_K", self.width), ("NUM_WARPS", warps),
+            ("INPUT_OF", _listed(self.query_of)), ("FIRST_ROWS", _listed(self.first_rows)),
+            ("DIM_K", self.width), ("NUM_WARPS", warps),
             ("MIXED_QUERIES", self.num_queries), ("RING_SLOTS", slots),
             ("PACE", _PACE_BYTES // VECTOR_BYTES),
         )  # fmt: skip
@@ -79,8 +86,7 @@ class Projecting:
         count = len(self.rows)
         places = [self.places[min(i, count - 1)] for i in range(_MOST_MATRICES)]
         weights = (Pointer("weights", place) for place in places)
-        outputs = (Output(2 + place) for place in places)
-        return (*weights, *outputs, self.mixed, self.soon)
+        return (*weights, Output(2), self.mixed, self.soon)
 
     @property
     def mixed(self) -> Scratch:

@@ -17,7 +17,8 @@
 // The launch behind must be able to run beside this one, or neither ends.
 //
 // Macros: those of row_tiles.cuh; INPUT_OF counts the mix's queries, of which there are
-// MIXED_QUERIES; PACE, RING_SLOTS.
+// MIXED_QUERIES; FIRST_ROWS (of each matrix, in the result, which is [TOKENS][rows] of all matrices,
+// one after the other); PACE, RING_SLOTS.
 #ifndef INK_MOE_PROJECTIONS_CUH
 #define INK_MOE_PROJECTIONS_CUH
 #include "all_reduce/push.cuh"
@@ -25,6 +26,7 @@
 #include "stages.cuh"
 #include "w4a16/row_tiles.cuh"
 
+__device__ constexpr int first_row(int matrix) { return pick(matrix, FIRST_ROWS); }
 constexpr int BF16_VECTOR_BYTES = 2048, SETS = WARPS / NUM_WARPS;
 constexpr int X_STRIDE = VECTORS * VECTOR_K + 8;
 static_assert(SETS > 0, "a set of warps");
@@ -42,7 +44,7 @@ struct ProjectionMemory {
 
 struct Projections {
   const u8* const (&weights)[8];
-  bf16* const (&y)[8];
+  bf16* y;
   ProjectionMemory& sm;
   u8* slots;  // of this warp
   int b, warp, lane, set, first, count;
@@ -50,8 +52,8 @@ struct Projections {
   int tile, vector = 0;
   const u8* source = nullptr;
 
-  INK_DEVICE Projections(const u8* const (&weights)[8], bf16* const (&y)[8], ProjectionMemory& sm,
-                         u8* slots, int b, int warp, int lane)
+  INK_DEVICE Projections(const u8* const (&weights)[8], bf16* y, ProjectionMemory& sm, u8* slots,
+                         int b, int warp, int lane)
       : weights(weights), y(y), sm(sm), slots(slots), b(b), warp(warp), lane(lane) {
     constexpr int EACH = NUM_TILES / BLOCKS, MORE = NUM_TILES % BLOCKS;
     first = EACH * b + min(b, MORE);
@@ -68,11 +70,12 @@ struct Projections {
   };
   INK_DEVICE Place place_of(int number) const {
     const int t = first + number;
-    Place place = {weights[0], y[0], input_of(0), rows_of(0), t};
+    Place place = {weights[0], y + first_row(0) * TOKENS, input_of(0), rows_of(0), t};
 #pragma unroll
     for (int m = 1; m < MATRICES; m++)
       if (t >= first_tile(m))
-        place = {weights[m], y[m], input_of(m), rows_of(m), t - first_tile(m)};
+        place = {weights[m], y + first_row(m) * TOKENS, input_of(m), rows_of(m),
+                 t - first_tile(m)};
     place.weights += (size_t)place.first * VECTORS * BF16_VECTOR_BYTES;
     place.first *= 16;
     return place;

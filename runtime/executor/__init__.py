@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from inkrt.runtime.media.rows import FeatureRows
 
 
+# Inputs of prefill steps of engines with towers, see `StepInput.features`.
+FEATURE_INPUTS = ("features", "is_feature")
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the rows of one step are sampled. Plain numbers, already validated.

@@ -21,7 +21,7 @@ from inkrt.errors import EngineFormatError, EngineMismatchError
 from inkrt.plugins.registry import Plugin, plugins
 from inkrt.runtime.code_check import require_code
 from inkrt.runtime.engine_file import EngineCode, EngineConfig, read_code, weight_files
-from inkrt.runtime.executor import StepInput, StepOutput
+from inkrt.runtime.executor import FEATURE_INPUTS, StepInput, StepOutput
 from inkrt.runtime.plan import (
     Argument,
     Const,
@@ -86,7 +86,7 @@ class CpuExecutor:
             for name, index in plan.inputs.items():
                 # Unused rows and pages keep harmless zeros.
                 tensors[index].zero_()
-                if name in values:
+                if name not in FEATURE_INPUTS:
                     value = values[name]
                     tensors[index][: len(value)] = torch.tensor(value, dtype=tensors[index].dtype)
             if step_input.features is not None:

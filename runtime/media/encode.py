@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from inkrt.errors import RequestError
 from inkrt.runtime.executor import Executor
 from inkrt.runtime.tower_spec import TowerSpec
 
@@ -35,7 +36,14 @@ def encode(
         width: D.
     """
     rows = [np.zeros((0, width), np.float32)]
+    most = tower.steps[-1].num_rows
     for item in _joined(items) if tower.is_rowwise else items:
+        if not tower.is_rowwise and item.num_rows > most:
+            raise RequestError(
+                f"an item has {item.num_rows} rows, tower {tower.kind} has steps of up to {most}; "
+                "give a smaller one",
+                param="images",
+            )
         start = 0
         while start < item.num_rows:
             left = item.num_rows - start

@@ -52,10 +52,7 @@ def read_recording(
         )
     if len(samples) == 0:
         raise reader.refusal("has no samples; leave it out")
-    if len(samples) > MAX_SECONDS * rate:
-        raise reader.refusal(
-            f"takes {len(samples) / rate:.1f} s, models hear {MAX_SECONDS} at most; cut it"
-        )
+    reader.require_length(len(samples), rate)
     if not np.isfinite(samples).all():
         raise reader.refusal("has samples that are not finite")
     mono = samples.mean(axis=1, dtype=np.float32)
@@ -72,16 +69,25 @@ class _Reader:
     def refusal(self, what: str) -> RequestError:
         return RequestError(f"{self._name} {what}", param=self._param)
 
+    def require_length(self, num_samples: int, rate: int) -> None:
+        if num_samples > MAX_SECONDS * rate:
+            raise self.refusal(
+                f"takes {num_samples / rate:.1f} s, models hear {MAX_SECONDS} at most; cut it"
+            )
+
+    def require_size(self, size: int) -> None:
+        if size > MAX_FILE_BYTES:
+            raise self.refusal(
+                f"has {size} bytes, at most {MAX_FILE_BYTES} are read; cut or compress it"
+            )
+
     def content(self, source: bytes | str | os.PathLike[str]) -> bytes:
         """Content of a file."""
         if isinstance(source, bytes):
+            self.require_size(len(source))
             return source
         try:
-            size = Path(source).stat().st_size
-            if size > MAX_FILE_BYTES:
-                raise self.refusal(
-                    f"has {size} bytes, at most {MAX_FILE_BYTES} are read; cut or compress it"
-                )
+            self.require_size(Path(source).stat().st_size)
             return Path(source).read_bytes()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
@@ -125,13 +131,17 @@ class _Reader:
                 f"{_INSTALL}"
             ) from None
         try:
-            values, rate = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
+            with soundfile.SoundFile(io.BytesIO(data)) as file:
+                rate = int(file.samplerate)
+                # Before decoding: seconds of silence take next to no bytes.
+                self.require_length(file.frames, rate)
+                values = file.read(dtype="float32", always_2d=True)
         except (soundfile.SoundFileError, TypeError, ValueError) as error:
             reason = str(getattr(error, "error_string", error)).rstrip(". ")
             raise self.refusal(
                 f"is damaged or of no format that is read ({reason}); save it as WAV"
             ) from None
-        return values, int(rate)
+        return values, rate
 
     def _pcm(self, file: wave.Wave_read) -> NDArray[np.float32]:
         width, channels = file.getsampwidth(), file.getnchannels()

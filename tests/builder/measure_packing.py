@@ -63,7 +63,7 @@ def layout() -> tuple[list[PackedTensor], dict[str, WeightSource]]:
         for name, shape in (("codes", CODES), ("scales", SCALES))
     }
     sources = {
-        name: replace(source, parts=tuple(replace(part, is_raw=True) for part in source.parts))
+        name: replace(source, parts=tuple(replace(part, encoding="e2m1") for part in source.parts))
         for name, source in sources.items()
     }
     codes = PackedTensor("codes", CODES, torch.uint8)

@@ -15,7 +15,7 @@ from inkrt.builder.checkpoint import CheckpointSource, open_checkpoint
 from inkrt.builder.pack import PackedTensor, packed_tensors, read_weight
 from inkrt.engines.catalog import find_definition
 from inkrt.engines.interface import Sharding, StateOptions, WeightSource
-from inkrt.engines.tiny import checkpoint, flint, inkling, inkling2
+from inkrt.engines.tiny import checkpoint, flint, inkling, inkling2, inkling2_quantized
 from inkrt.engines.tiny.checkpoint import write_checkpoint
 
 STATE = StateOptions(num_slots=1, max_seq_len=64, page_tokens=PAGE_TOKENS)
@@ -37,7 +37,14 @@ def few_layers() -> Iterator[None]:
         # Dense, dense, full with plain experts, NVFP4 experts; one MTP head.
         patch.setattr(inkling, "NUM_LAYERS", 4)
         # NVFP4, three of MXFP8, of which one is full, plain.
-        patch.setattr(inkling2, "NUM_LAYERS", 5)
+        sizes = replace(inkling2_quantized.SIZES, num_layers=5)
+        for name, choices in (
+            ("inkling2-quantized", {}),
+            ("inkling2-quantized-attention", {"has_projections": True}),
+            ("inkling2-mxfp8", {"is_mixed": False}),
+        ):
+            of_sizes = checkpoint.quantized_model(inkling2, sizes, **choices)
+            patch.setitem(checkpoint.MODELS, name, of_sizes)
         # Two dense full ones, a sliding one with experts, a full one.
         patch.setitem(checkpoint.MODELS, "flint", checkpoint.flint_model(SMALL_FLINT))
         yield

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
+from inkrt.builder.encoding import DTYPES_OF
 from inkrt.engines.inkling2.config import Inkling2Config, parse_config
 from inkrt.engines.inkling2.weights import weight_sources
 from inkrt.engines.interface import Sharding
@@ -31,7 +32,7 @@ def write_inkling2_small(folder: Path, published: Path) -> tuple[Inkling2Config,
     parsed = parse_config(config)
     amax = {
         f"model.llm.layers.{layer}.mlp.experts.{name}_weight_amax"
-        for layer, form in enumerate(parsed.expert_forms)
+        for layer, form in enumerate(parsed.stored_experts)
         for name in ("w13", "w2")
         if form == "nvfp4"
     }
@@ -40,8 +41,8 @@ def write_inkling2_small(folder: Path, published: Path) -> tuple[Inkling2Config,
     for source in weight_sources(parsed, names, 0, Sharding(1, "experts")).values():
         for part in source.parts:
             code = "BF16"
-            if part.is_raw:
-                code = "U8"
+            if part.encoding is not None:
+                code = DTYPES_OF[part.encoding][0]
             elif (
                 part.name.endswith(("bias", "amax", "denominator", "query")) or "quer" in part.name
             ):

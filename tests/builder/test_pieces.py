@@ -1,5 +1,6 @@
 """Pieces of weights: together they are the whole, and they take the memory that was planned."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from inkrt.builder.checkpoint import Checkpoint
 from inkrt.builder.lower_kernels import PackedWeights
-from inkrt.builder.mapped import extent
+from inkrt.builder.mapped import MappedFile, extent
 from inkrt.builder.pack import PackedTensor, pack, packed_tensors
 from inkrt.builder.pieces import cut
 from inkrt.builder.weights import MEMORY_BYTES, plan_weights
@@ -103,6 +104,31 @@ def test_pieces_are_the_whole(numbers: Checkpoint, name: str) -> None:
     assert torch.equal(torch.cat(values), whole.flatten())
 
 
+def test_a_piece_that_is_not_aligned_copies_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of headers of odd length: of a large tensor every piece would copy the whole."""
+    whole = torch.arange(40 * 6, dtype=torch.float32).view(40, 6)
+    (tmp_path / "config.json").write_text("{}")
+    header = {"w": {"dtype": "F32", "shape": [40, 6], "data_offsets": [0, whole.nbytes]}}
+    text = json.dumps(header).encode()
+    text += b" " * (1 - len(text) % 2)  # an odd length
+    data = len(text).to_bytes(8, "little") + text + whole.numpy().tobytes()
+    (tmp_path / "a.safetensors").write_bytes(data)
+    sizes = []
+    read = MappedFile.tensor
+    monkeypatch.setattr(
+        MappedFile, "tensor",
+        lambda self, offset, size, dtype: sizes.append(size) or read(self, offset, size, dtype),
+    )  # fmt: skip
+    checkpoint = Checkpoint(tmp_path)
+    for index in (slice(3, 5), slice(39, 40), slice(1, 9, 4), slice(7, 7)):
+        piece = checkpoint.read(part("w", (40, 6), index, slice(1, 6, 2)))
+        assert torch.equal(piece, whole[index, 1:6:2])
+    assert max(sizes) <= 4 * 6 * 8
+    assert min(sizes) == 0
+
+
 def random_bytes(*shape: int, most: int = 256) -> Tensor:
     return torch.randint(most, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
@@ -163,8 +189,8 @@ def test_pieces_of_packed_tensors_are_the_whole(tmp_path: Path, name: str) -> No
     sources, parameters = {}, []
     for own, value in zip(names, values, strict=True):
         shape = tuple(value.shape)
-        raw = value.dtype == torch.uint8
-        sources[own] = WeightSource((Part(own, shape, (ALL,) * len(shape), is_raw=raw),))
+        encoding = "e2m1" if value.dtype == torch.uint8 else None  # any bytes
+        sources[own] = WeightSource((Part(own, shape, (ALL,) * len(shape), encoding=encoding),))
         parameters.append(PackedTensor(own, shape, value.dtype))
     tensor = PackedTensor.packed("codes", packing, tuple(parameters))
     whole = pack(tensor, checkpoint, sources)

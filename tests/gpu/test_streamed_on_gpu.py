@@ -73,7 +73,7 @@ def test_two_gpus_give_the_same_tokens(engines: dict[str, Path]) -> None:
     for folder in engines.values():
         with Engine.open(folder) as engine, engine.session() as session:
             prompt = list(range(20, 90))
-            logits = [session.step(prompt, Sampling()).logits.copy()]
+            logits = [session.prefill(prompt, Sampling()).logits.copy()]
             for start in range(8):  # steps of all widths
                 tokens = list(range(start, 2 * start + 1))
                 logits.append(session.step(tokens, Sampling()).logits.copy())

@@ -363,9 +363,10 @@ def moe_conv_mix(weights: list[Tensor], query_of: list[int], **arguments: Any) -
     (partial,), _ = moe(**of_moe, partial=False)
     (total, normed), mutated = allreduce_conv_mix(partial, **arguments)
     products = [
-        normed[index] @ weight.double().T for index, weight in zip(query_of, weights, strict=True)
+        (normed[index] @ weight.double().T).flatten()
+        for index, weight in zip(query_of, weights, strict=True)
     ]
-    return (total, normed, *products), mutated
+    return (total, normed, torch.cat(products) if products else normed.new_empty(0)), mutated
 
 
 _MOE = (

@@ -115,10 +115,10 @@ def _moe_conv_mix(**arguments):
     weights, query_of = arguments.pop("weights"), arguments.pop("query_of")
     residual, normed = OPS["allreduce_conv_mix"](partial, **arguments)
     products = [
-        OPS["linear"](normed[index], weight, False)
+        OPS["linear"](normed[index], weight, False).flatten()
         for index, weight in zip(query_of, weights, strict=True)
     ]
-    return [residual, normed, *products]
+    return residual, normed, torch.cat(products) if products else normed.new_empty(0)
 
 
 UNFUSED = {

@@ -64,7 +64,7 @@ class Streamed:
         for of_launch in self.memories:
             for memory, first in zip(of_launch, self.memories[0], strict=True):
                 memory.scratch = first.scratch
-                memory.outputs += [self.shared.empty(2 * num_rows * n, 0x11) for n in rows]
+                memory.outputs.append(self.shared.empty(2 * num_rows * sum(rows), 0x11))
                 self._pack(memory)
 
     def _pack(self, memory: Memory) -> None:
@@ -161,6 +161,8 @@ def test_bits_are_those_of_launches_one_by_one(
                 got = [*memory.outputs[:2], memory.given["conv_state", 0]]
                 for ours, wanted in zip(got, expected, strict=True):
                     assert np.array_equal(ours, wanted), tactic.name
-                for ours, wanted, n in zip(memory.outputs[2:], products, rows, strict=True):
+                ends = (2 * streamed.num_rows * np.cumsum(rows)).tolist()
+                of_all = np.split(memory.outputs[2], ends[:-1])
+                for ours, wanted, n in zip(of_all, products, rows, strict=True):
                     assert np.array_equal(ours[: live * n], wanted[: live * n]), tactic.name
                     assert (ours[live * n :] == 0x11).all()
