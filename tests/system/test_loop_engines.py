@@ -93,6 +93,7 @@ def test_a_wrong_visit_is_found(make_checkpoint: Make, make_engine: Make) -> Non
     assert report.first_divergence == (0, 7)
 
 
+@pytest.mark.slow
 def test_steps_of_any_width_leave_the_same_state(make_engine: Make) -> None:
     """Verify steps with rejected drafts against a run token by token, bit by bit."""
     tokens = prompt(25)  # over the end of a convolution's ring
