@@ -129,15 +129,16 @@ def memory_table(
     )
 
 
-def positions_left(gpu: str, num_bytes: int, position: int) -> int:
+def positions_left(gpu: str, num_bytes: int, position: int) -> int | None:
     """Positions whose keys and values fit a GPU.
 
     Args:
         gpu: a key of GPUS.
         num_bytes: that a rank needs whatever the context.
-        position: bytes of one.
+        position: bytes of one; 0 if all layers have a window.
 
     Returns:
-        0 if not even the rest fits.
+        0 if not even the rest fits, None if any number does.
     """
-    return max(GPUS[gpu] - CONTEXT_BYTES - num_bytes, 0) // position
+    left = max(GPUS[gpu] - CONTEXT_BYTES - num_bytes, 0)
+    return left // position if position else None if left else 0

@@ -97,7 +97,7 @@ def rank_sizes(
             RankSize(
                 tp_size,
                 sum(tensor.num_bytes for tensor in packed_tensors(module, None, further)),
-                held["paged"] // (layout.num_pages * layout.page_tokens),
+                held["paged"] // max(layout.num_pages * layout.page_tokens, 1),
                 held["ring"],
             )
         )

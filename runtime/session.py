@@ -156,19 +156,11 @@ class Session:
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
             rows = features.within(start, start + len(piece)) if features else None
-            steps = (
-                step
-                for step in self._steps
-                if step.num_tokens >= len(piece)
-                and (rows is None or step.num_rows < step.num_tokens)
-            )
-            step = next(steps, None)
-            if step is None:  # verify steps take no features
-                raise RequestError(
-                    f"the engine has no prefill step of {len(piece)} tokens for features; rebuild "
-                    f"it with a larger prefill chunk",
-                    param="features",
-                )
+            wide = (x for x in self._steps if x.num_tokens >= len(piece))
+            step = next((x for x in wide if rows is None or x.num_rows < x.num_tokens), None)
+            if step is None:  # verify steps take none
+                what = f"no prefill step of {len(piece)} tokens takes features; rebuild with one"
+                raise RequestError(what, param="features")
             is_last = start + size >= len(ids)
             output = self._run(
                 step, piece, sampling, wants_logits=wants_logits and is_last, features=rows

@@ -9,13 +9,15 @@ if TYPE_CHECKING:
     from inkrt.builder.sizing import RankSize
 
 
-def fits(sizes: "Sequence[RankSize]", scratch: int, left: Mapping[str, Sequence[int]]) -> list[str]:
+def fits(
+    sizes: "Sequence[RankSize]", scratch: int, left: Mapping[str, Sequence[int | None]]
+) -> list[str]:
     """A table with a column for every number of ranks, and below it why one is missing.
 
     Args:
         sizes: of a rank, by number of ranks.
         scratch: bytes of a rank beside them.
-        left: positions of context that fit, by GPU and number of ranks.
+        left: positions of context that fit, by GPU and number of ranks; None for any number.
     """
     rows = [["memory of a rank, by ranks", *(f"tp {size.tp_size}" for size in sizes)]]
     for name, values in (
@@ -27,7 +29,10 @@ def fits(sizes: "Sequence[RankSize]", scratch: int, left: Mapping[str, Sequence[
         rows.append([name, *_known(sizes, values)])
     rows.append(["positions of context left", *("" for _ in sizes)])
     for gpu, counts in left.items():
-        texts = [f"{count:,}" if count else "does not fit" for count in counts]
+        texts = [
+            "any" if count is None else f"{count:,}" if count else "does not fit"
+            for count in counts
+        ]
         rows.append([f"  {gpu}", *_known(sizes, texts)])
     refusals = [f"tp {size.tp_size}: {size.refusal}" for size in sizes if size.refusal]
     return [*format_table(rows, right=frozenset(range(1, len(sizes) + 1))), *refusals]

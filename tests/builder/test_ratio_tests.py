@@ -141,7 +141,11 @@ def test_damaged_tests_are_told(code: EngineCode) -> None:
     model = SimpleNamespace(vocab_size=VOCAB)
     draft = DraftSpec("dspark", 7, "rnn", False)
     config: Any = SimpleNamespace(
-        all_steps=(*steps, draft.step), model=model, draft=draft, state=SimpleNamespace(buffers=())
+        all_steps=(*steps, draft.step),
+        model=model,
+        draft=draft,
+        state=SimpleNamespace(buffers=()),
+        towers=(),
     )
     assert code_problems(config, 0, code) == []
     lost = replace(code, cubins={})

@@ -149,6 +149,9 @@ def test_what_fits_which_gpu() -> None:
     assert positions_left("NVIDIA H200", inkling2_small(2)[0], 1) == 0
     assert positions_left("NVIDIA H100", 81_559 * MIB - 1024 * MIB - 10, 5) == 2
     assert positions_left("NVIDIA H100", 81_559 * MIB - 1024 * MIB + 1, 5) == 0
+    # All layers have a window: a position takes nothing.
+    assert positions_left("NVIDIA H100", 10, 0) is None
+    assert positions_left("NVIDIA H100", 81_559 * MIB, 0) == 0
 
 
 def test_table() -> None:

@@ -92,8 +92,11 @@ def test_a_configuration_is_that_of_the_full_size(
     definition = find_definition(values)
     config = definition.parse_config(values)
     default = definition.parse_config({"model_type": model_type, "dtype": "bfloat16"})
-    assert config.expert_forms == ("nvfp4",) * nvfp4 + ("mxfp8",) * (layers - nvfp4)
-    assert dataclasses.replace(config, expert_forms=default.expert_forms) == default
+    assert config.stored_experts == ("nvfp4",) * nvfp4 + ("mxfp8",) * (layers - nvfp4)
+    assert (
+        dataclasses.replace(config, stored_experts=default.stored_experts, experts=default.experts)
+        == default
+    )
     drafter = read_bundled(values, None, definition.draft_target(config), "config.json").config
     assert drafter.block_size == 7
 

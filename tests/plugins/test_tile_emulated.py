@@ -61,7 +61,10 @@ def test_router(folder: Path, has_delta: bool) -> None:
     assert failed == []
 
 
-@pytest.mark.parametrize("kind", ["even", "skewed", "steps", "ties"])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("even", "skewed", "steps")]
+
+
+@pytest.mark.parametrize("kind", [*SLOW_KINDS, "ties"])
 def test_experts(folder: Path, kind: str) -> None:
     """With more than an item of pairs an expert where the choice is skewed."""
     check, failed = checks(folder, TINY, 80, (9, 66), reverse=kind == "ties")
@@ -69,6 +72,7 @@ def test_experts(folder: Path, kind: str) -> None:
     assert failed == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["skewed", "steps"])
 def test_experts_of_many_tokens(folder: Path, kind: str) -> None:
     """Few experts take the wide tile, whose items are twice as long; one more is begun."""

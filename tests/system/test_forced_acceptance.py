@@ -25,9 +25,12 @@ from inkrt.runtime.spec.width import FixedWidth
 BLOCK = 7
 PROMPT_LENGTH = 21
 States = list[dict[str, torch.Tensor]]
+_OTHERS = ("flint", "with drafter", "mtp")
 
 
-@pytest.fixture(scope="module", params=["inkling2", "flint", "with drafter", "mtp"])
+@pytest.fixture(
+    scope="module", params=["inkling2", *(pytest.param(x, marks=pytest.mark.slow) for x in _OTHERS)]
+)
 def engine(
     request: pytest.FixtureRequest,
     make_engine: Any,

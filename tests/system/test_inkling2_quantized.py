@@ -64,7 +64,7 @@ def prompt() -> list[int]:
     ("dtype", "options", "bound"),
     [
         pytest.param("float32", {}, 5e-6, marks=pytest.mark.slow),
-        ("float32", {"tp_size": 2, "moe_split": "width"}, 5e-6),
+        pytest.param("float32", {"tp_size": 2, "moe_split": "width"}, 5e-6, marks=pytest.mark.slow),
         pytest.param(
             "float32", {"tp_size": 2, "moe_split": "experts"}, 5e-6, marks=pytest.mark.slow
         ),
@@ -109,6 +109,7 @@ def build(folder: Path) -> None:
     build_engine(folder, folder / "engine", BuildOptions(max_seq_len=64))
 
 
+@pytest.mark.slow
 def test_forms_may_stand_in_hf_quant_config(tmp_path: Path, make_engine: Make) -> None:
     """With the same engine as where they stand in config.json."""
     folder = tmp_path / "checkpoint"

@@ -21,6 +21,7 @@ from inkrt.runtime.session import Session
 from inkrt.runtime.spec.config import SpeculativeConfig
 from inkrt.runtime.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
 MAX_SEQ_LEN = 2009
 WAYS = {
     "fixed": SpeculativeConfig("dspark", width="fixed"),

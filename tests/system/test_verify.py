@@ -60,6 +60,7 @@ def change_weights(name: str) -> Change:
     return lambda engine: engine.executor._ranks[0].weights[name].mul_(1.1)
 
 
+@pytest.mark.slow
 def test_rounding_that_chooses_another_expert_passes(
     nano_engine: Path, nano_checkpoint: Path
 ) -> None:
