@@ -29,7 +29,9 @@ from inkrt.runtime.executor import Sampling
 
 Make = Callable[..., Path]
 WINDOW = flint.TINY.window
-FORMATS = pytest.mark.parametrize("format_", ["safetensors", "gguf"])
+FORMATS = pytest.mark.parametrize(
+    "format_", ["safetensors", pytest.param("gguf", marks=pytest.mark.slow)]
+)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,13 @@ PROMPTS = [[random.Random(place).randrange(VOCAB) for _ in range(30)] for place 
 PARAMS = SamplingParams(temperature=3.0, seed=3, max_tokens=15, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one rank"),
+        pytest.param(2, id="two ranks", marks=pytest.mark.slow),
+    ],
+)
 def llm(request: pytest.FixtureRequest, make_speculating_engine: Any) -> Iterator[LLM]:
     with LLM(make_speculating_engine("rnn", tp_size=request.param)) as opened:
         yield opened
