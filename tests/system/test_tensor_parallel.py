@@ -29,12 +29,12 @@ def _generate(folder, forced=None) -> tuple[list[int], list[np.ndarray]]:
     return tokens, logits
 
 
-def _require_same_tokens(tokens_tp, logits_tp, tokens, logits) -> None:
-    """But where two logits are as near as sums in another order can bring them."""
+def _require_near_ties(tokens_tp, tokens, logits) -> None:
+    """Tokens are the same, but where one rank's own logits tie within the bound of bfloat16."""
     for place, (ours, expected) in enumerate(zip(tokens_tp, tokens, strict=True)):
-        error = np.abs(logits_tp[place] - logits[place]).max()
-        margin = logits[place][expected] - logits[place][ours]
-        assert 0 <= margin <= 2 * error, place
+        row = logits[place]
+        near = 2 * BOUNDS["bfloat16"] * np.sqrt(np.mean(np.square(row)))
+        assert row[expected] - row[ours] <= near, place
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -42,7 +42,7 @@ def single(request, make_engine):
     return request.param, _generate(make_engine(request.param, max_verify_tokens=1))
 
 
-@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp_size", [2, 4])
 def test_ranks_agree_with_a_single_rank(single, make_engine, tp_size):
     dtype, (tokens, logits) = single
     folder = make_engine(dtype, max_verify_tokens=1, tp_size=tp_size)
@@ -50,7 +50,8 @@ def test_ranks_agree_with_a_single_rank(single, make_engine, tp_size):
     tokens_tp, logits_tp = _generate(folder, tokens if dtype == "bfloat16" else None)
     if dtype == "float32":
         assert tokens_tp == tokens
-    _require_same_tokens(tokens_tp, logits_tp, tokens, logits)
+    else:
+        _require_near_ties(tokens_tp, tokens, logits)
     distances = [compare_logits(a, b) for a, b in zip(logits_tp, logits, strict=True)]
     assert max(distance.relative_error for distance in distances) <= BOUNDS[dtype]
 
