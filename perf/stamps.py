@@ -6,8 +6,8 @@
 The step's kernels are compiled again with `stamps.cuh` in front of them and take the place of the
 engine's own, whose code stays as it is. Each `--variant` (repeatable) changes macros of the kernels
 that NAME, an operator or an entry, has, `smem` and `blocks` of their launch or the operator's
-`tactic`, and adds a table; the step is timed without stamps, too. `same` says whether results have
-the bits of the engine as built.
+`tactic` (`A|B`: the first of them that a launch can take), and adds a table; the step is timed
+without stamps, too. `same` says whether results have the bits of the engine as built.
 
 Times are medians over replays, in us; of a kind of launch behind a kind of launch, medians over the
 step. Columns, "before" being the launch before:
@@ -104,9 +104,11 @@ def kernels_of(plan: Plan, target: str, settings: Settings) -> list[Named]:
             tactic.name: tactic
             for tactic in find_tactics(launch.op, target, call_args_of(plan, launch))
         }
-        wanted = settings.get(launch.op, {}).get("tactic", launch.tactic)
-        if wanted not in tactics:
-            raise SystemExit(f"no tactic {wanted} of {launch.op}; there are {', '.join(tactics)}")
+        asked = settings.get(launch.op, {}).get("tactic", launch.tactic)
+        # Launches of one operator differ in what they take: the last layer's has nothing behind it.
+        wanted = next((name for name in asked.split("|") if name in tactics), None)
+        if wanted is None:
+            raise SystemExit(f"no tactic {asked} of {launch.op}; there are {', '.join(tactics)}")
         own = tactics[launch.tactic].kernels
         params: dict[Param, KernelParam | OwnScratch] = {}
         for kernel, source in zip(launch.kernels, own, strict=True):
