@@ -30,7 +30,7 @@ ROUNDS = 20
 def engines(gpu: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("engines")
     for sums in ("mix", "streamed"):
-        options = BuildOptions(target=gpu, tp_size=2, max_seq_len=512, spec="none", sums=sums)
+        options = BuildOptions(target=f"{gpu}a", tp_size=2, max_seq_len=512, spec="none", sums=sums)
         build_engine(CHECKPOINT, folder / sums, options)
     return {sums: folder / sums for sums in ("mix", "streamed")}
 
