@@ -9,8 +9,9 @@ that NAME, an operator or an entry, has, `smem` and `blocks` of their launch or 
 `tactic` (`A|B`: the first of them that a launch can take), and adds a table; the step is timed
 without stamps, too. `same` says whether results have the bits of the engine as built.
 
-Times are medians over replays, in us; of a kind of launch behind a kind of launch, medians over the
-step. Columns, "before" being the launch before:
+FILE gets the stamps themselves: `names` and `blocks` of the launches, `stamps` [replay][block of
+all launches in order][WORDS], as in stamps.cuh. Times are medians over replays, in us; of a kind of
+launch behind a kind of launch, medians over the step. Columns, "before" being the launch before:
 
     early   from this launch's last start to the end of the one before; below 0: behind that
     spread  from the first block's end to the last one's
@@ -352,7 +353,7 @@ def main() -> int:
     parser.add_argument("--variant", action="append", default=[])
     parser.add_argument("--no-stamps", action="store_true", help="time variants only")
     parser.add_argument("--launches", metavar="FIRST:LAST", help="also a line for each of these")
-    parser.add_argument("-o", "--out", type=Path, help="figures of the last table, as .npy")
+    parser.add_argument("-o", "--out", type=Path, help="stamps behind the last table, as .npz")
     options = parser.parse_args()
     part = None
     if options.launches:
@@ -373,7 +374,10 @@ def main() -> int:
             say(f"{us:8.1f} us with stamps")
             show(kernels, figures, part)
             if options.out is not None:
-                np.save(options.out, figures)
+                names = [f"{named.module} {named.source.entry}" for named in kernels]
+                blocks = [math.prod(named.kernel.grid) for named in kernels]
+                stamps = np.stack([np.concatenate(replay) for replay in replays])
+                np.savez_compressed(options.out, names=names, blocks=blocks, stamps=stamps)
     return 0
 
 
