@@ -35,7 +35,8 @@ struct Exchange {
   u8* inbox[RANKS];
   u8* own_inbox;  // by itself: registers have no index
   u64 slot_bytes, own_slot, buffer_bytes, filling;
-  u32 rank, buffer, filled, code, limit;
+  u32 rank, buffer, filled, code;
+  bool waits;  // for others; not behind a failure
   Turn* turns;
   int* error;
   const Peers* peers;
@@ -62,7 +63,7 @@ struct Exchange {
     filling = buffer * buffer_bytes;
   }
   INK_DEVICE void ready() {
-    limit = code ? 0 : PEER_SPIN_LIMIT;
+    waits = !code;
     // What a rank sends after a failure is worth nothing, and its peers must know before they see
     // it.
     if (code) fail(code >> 16 ? code : code | (rank + 1) << 16);
@@ -81,8 +82,9 @@ struct Exchange {
                             const uint4 (&own)[N], uint4 (&parts)[N][RANKS]) {
     u32 missing = 0;
     const u8* const filled_now = own_inbox + filling;
+    Patience patience;
 #pragma unroll 1
-    for (u32 spins = 0;; spins++) {
+    while (true) {
       bool is_complete = true;
 #pragma unroll
       for (int n = 0; n < N; n++)
@@ -101,10 +103,10 @@ struct Exchange {
             missing = r;
           }
       if (is_complete) return;
-      if (spins >= limit) break;
+      if (!waits || patience.is_over()) break;
     }
-    if (limit) fail(ERROR_PEER | missing << 8 | (rank + 1) << 16);
-    limit = 0;
+    if (waits) fail(ERROR_PEER | missing << 8 | (rank + 1) << 16);
+    waits = false;
   }
   INK_DEVICE void receive16(u64 offset, const uint4& own, uint4 (&parts)[RANKS]) {
     const u64 offsets[1] = {offset};
@@ -128,8 +130,9 @@ struct Exchange {
   // Returns when sixteen bytes of this rank's own part are there, that were sent, or for nothing.
   INK_DEVICE void await_own(u64 offset) const {
     const u8* const place = own_inbox + filling + own_slot + offset;
+    Patience patience;
 #pragma unroll 1
-    for (u32 spins = 0; spins < limit && has_empty(load_inbox16(place)); spins++) {
+    while (waits && has_empty(load_inbox16(place)) && !patience.is_over()) {
     }
   }
   // By the first `threads` of each of the launch's first `blocks`, which are all that take part,

@@ -32,8 +32,9 @@ struct Turn {
   u32 buffer, filled;
 };
 constexpr u32 FILLED_OWN = 1;
-// About three seconds; ranks do not start a step at the same time.
-constexpr u32 PEER_SPIN_LIMIT = 1u << 22;
+// Ranks do not start a step at the same time. By the clock, as polls take longer or less long with
+// what else the GPU does.
+constexpr u32 PATIENCE_NS = 3000000000u;
 // Error word: kind, rank that was waited for, and 1 + rank that gave up, a byte each.
 constexpr int ERROR_PEER = 3;
 
@@ -45,6 +46,16 @@ struct Peers {
   Turn* turns;     // of this GPU, MAX_BLOCKS
   u8* inbox[RANKS];
   int* error[RANKS];  // error words
+};
+
+// Of a thread that polls for another rank's words, from its first poll in vain on.
+struct Patience {
+  u32 began = 0;  // one register, as some kernels have no more
+  INK_DEVICE bool is_over() {
+    const u32 now = clock_ns() | 1;
+    if (!began) began = now;
+    return now - began >= PATIENCE_NS;
+  }
 };
 
 INK_DEVICE u32 not_empty(u32 v) {

@@ -189,7 +189,7 @@ struct Projections {
   // One lane of a warp looks, until inputs are about to come.
   INK_DEVICE void await(const u64* soon, u32 number, int T, int* error) const {
     // Other ranks may be late by as much as they are waited for.
-    constexpr u32 LIMIT = 2 * PEER_SPIN_LIMIT;
+    constexpr u32 LIMIT = 2u << 22;
     u32 spins = 0;
     if (lane == 0 && T > 0) {
       while (load_relaxed(soon) != number && spins < LIMIT) spins++;

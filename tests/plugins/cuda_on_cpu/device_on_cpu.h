@@ -101,6 +101,12 @@ static inline void store_inbox16(void* p, uint4 v) {
 static inline void store_inbox4(void* p, u32 v) {
   __atomic_store_n((u32*)p, v, __ATOMIC_RELEASE);
 }
+// Ten times slower than the GPU's, as ranks are.
+static inline u32 clock_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (u32)((now.tv_sec * 1000000000ull + now.tv_nsec) / 10);
+}
 // Of plugins/round/graph.cuh. A handle is the address of its value.
 static inline void set_conditional(u64 handle, int value) {
   *(u32*)handle = (u32)value;
