@@ -6,7 +6,9 @@
 
 A line for each kernel and width: us a launch, in a chain of launches of that kernel alone, whose
 data stays in the L2. In front of them the exchange is compared with the reference once. Behind them
-the output projection of a rank with the mix: launches one by one, and as a pair that pushes.
+the output projection of a rank: alone, with the mix in launches one by one, and as a pair that
+pushes. What a pair takes longer than the projection alone is the price of sum, convolution, mix and
+norm.
 """
 
 import argparse
@@ -135,19 +137,21 @@ def pair_args(num_tokens: int, width: int, num_ranks: int, seed: int) -> dict[st
     return {**conv_mix_args(num_tokens, width, num_ranks, 0), "x": x, "weight": weight}
 
 
-def pairs(args: dict[str, Any]) -> tuple[list[Tactic], list[Tactic]]:
-    """Ways to run both with the product's first one: launches one by one, and those that push."""
+def pairs(args: dict[str, Any]) -> dict[str, list[Tactic]]:
+    """The product's first way alone, and with it both: launch by launch, and those that push."""
     product = {"x": args["x"], "weight": args["weight"], "partial": True}
     sender = find_tactics("linear", "sm_90a", call_args(product))[0]
     (first,) = sender.kernels
     partial: Param = Pointer("partial")
     params = tuple(partial if param == Output(0) else param for param in first.params)
-    apart = []
+    product_kernel = replace(first, params=params)
+    alone, apart = [replace(sender, kernels=(product_kernel,))], []
     for mix in find_tactics("allreduce_conv_mix", "sm_90a", call_args(args)):
-        kernels = (replace(first, params=params), *map(with_own_scratch, mix.kernels))
+        kernels = (product_kernel, *map(with_own_scratch, mix.kernels))
         apart.append(replace(sender, name=f"{sender.name}, {mix.name}", kernels=kernels))
     pushed = find_tactics("linear_conv_mix", "sm_90a", call_args(args))
-    return apart, [way for way in pushed if way.name.rpartition("_")[0] == sender.name]
+    pushed = [way for way in pushed if way.name.rpartition("_")[0] == sender.name]
+    return {"alone": alone, "apart": apart, "pushed": pushed}
 
 
 def packed(args: dict[str, Any], tactic: Tactic) -> dict[str, Any]:
@@ -220,12 +224,12 @@ def main() -> None:
         of_rank = [
             pair_args(num_tokens, options.width, num_ranks, seed) for seed in range(len(running))
         ]
-        apart, pushed = pairs(of_rank[0])
+        ways = pairs(of_rank[0])
         memories = [
-            Memory(gpus, rank, packed(each, pushed[0]), [size, QUERIES * size])
+            Memory(gpus, rank, packed(each, ways["alone"][0]), [size, QUERIES * size])
             for rank, each in enumerate(of_rank)
         ]
-        for kind, tactics in (("apart", apart), ("pushed", pushed)):
+        for kind, tactics in ways.items():
             for tactic in tactics:
                 us = time_tactic(gpus, memories, tactic)
                 say(f"linear+conv_mix T={num_tokens} {kind} {tactic.name}: {us:.2f} us")

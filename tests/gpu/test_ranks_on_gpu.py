@@ -209,7 +209,8 @@ def test_pairs_that_push_have_the_bits_of_launches_one_by_one(
     """In turn with each other, so that own slots of inboxes are filled and emptied."""
     gpus = RankGpus(devices, 4 * 8 * WIDTH)
     args = [pair_args(num_tokens, WIDTH, 2, seed) for seed in range(2)]
-    apart, pushed = pairs(args[0])
+    ways = pairs(args[0])
+    apart, pushed = ways["apart"], ways["pushed"]
     size = 2 * num_tokens * WIDTH
     memories = [
         Memory(gpus, rank, packed(of_rank, pushed[0]), [size, QUERIES * size])
