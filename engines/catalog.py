@@ -91,6 +91,7 @@ def _inkling2() -> Definition:
 def _inkling2_loop() -> Definition:
     from inkrt.engines.inkling2.config import dequantize_experts, quantize_projections
     from inkrt.engines.inkling2.model import draft_step
+    from inkrt.engines.inkling2.towers import towers
     from inkrt.engines.inkling2_loop.config import draft_target, parse_config
     from inkrt.engines.inkling2_loop.model import Inkling2Loop
     from inkrt.engines.inkling2_loop.weights import is_ignored, weight_sources
@@ -103,6 +104,7 @@ def _inkling2_loop() -> Definition:
         draft_target,
         Drafting(Inkling2Loop, draft_step),
         quantize_projections=quantize_projections,
+        towers=towers,
         dequantize_experts=dequantize_experts,
     )
 

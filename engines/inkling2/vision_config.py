@@ -14,6 +14,7 @@ from inkrt.errors import ConfigError
 # Published spelling first, accepted alias second.
 _ALIASES = {"patch_size": "native_patch_size", "spatial_merge_size": "adapter_merge_size"}
 _SECTION = "vision_config."
+_TEXT_HIDDEN = {"inkling2": 4608, "inkling2_loop": 2304}  # of a whole model, by its type
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class VisionConfig:
 
 
 def parse_vision_config(values: Mapping[str, Any], text: Inkling2Config) -> VisionConfig | None:
-    """Read the tower's configuration; None for a text model (`inkling2_text`).
+    """Read the tower's configuration; None for a text model (`inkling2_text` and the like).
 
     Args:
         values: content of config.json.
@@ -67,20 +68,21 @@ def parse_vision_config(values: Mapping[str, Any], text: Inkling2Config) -> Visi
     Raises:
         ConfigError: a value is invalid, contradicts another or is not supported.
     """
-    if values.get("model_type") != "inkling2":
+    family = str(values.get("model_type"))
+    if family not in _TEXT_HIDDEN:
         return None
     own = values.get("vision_config")
     own = {} if own is None else own
     if not isinstance(own, Mapping):
         raise ConfigError(f"config.json: vision_config must be an object, got {own!r}")
-    read = ConfigReader(own, "inkling2", _ALIASES, _SECTION)
+    read = ConfigReader(own, family, _ALIASES, _SECTION)
     read.require("hidden_act", "gelu")
     read.require("projector_bias", False)
     rope = own.get("rope_parameters")
     rope = {} if rope is None else rope
     if not isinstance(rope, Mapping):
         raise ConfigError(f"config.json: {_SECTION}rope_parameters must be an object, got {rope!r}")
-    read_rope = ConfigReader(rope, "inkling2", section=f"{_SECTION}rope_parameters.")
+    read_rope = ConfigReader(rope, family, section=f"{_SECTION}rope_parameters.")
     read_rope.require("rope_type", "axial")
     hidden = read.integer("hidden_size", 1024)
     config = VisionConfig(
@@ -93,7 +95,7 @@ def parse_vision_config(values: Mapping[str, Any], text: Inkling2Config) -> Visi
         spatial_merge_size=read.integer("spatial_merge_size", 2),
         posemb_grid_size=read.integer("posemb_grid_size", 32),
         projection_hidden_dim=read.integer("projection_hidden_dim", 4096),
-        text_hidden_size=read.integer("text_hidden_size", 4608),
+        text_hidden_size=read.integer("text_hidden_size", _TEXT_HIDDEN[family]),
         layer_norm_eps=read.number("layer_norm_eps", 1e-5),
         rope_theta=read_rope.number("rope_theta", 10000.0),
     )
@@ -106,7 +108,7 @@ def parse_vision_config(values: Mapping[str, Any], text: Inkling2Config) -> Visi
     if config.num_channels != 3:
         raise ConfigError(
             f"config.json: {_SECTION}num_channels = {config.num_channels} is not supported for "
-            f"inkling2, only 3"
+            f"{family}, only 3"
         )
     if config.text_hidden_size != text.hidden_size:
         raise ConfigError(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from inkrt.builder.checkpoint import Checkpoint
 from inkrt.builder.pack import packed_tensors, read_weight
 from inkrt.builder.rewrite import VIEW_OPS
+from inkrt.engines.catalog import find_definition
 from inkrt.engines.inkling2.config import parse_config
 from inkrt.engines.inkling2.vision import VisionTower, tower_input_shapes
 from inkrt.engines.inkling2.vision_config import VisionConfig, parse_vision_config
@@ -273,16 +274,18 @@ def test_a_checkpoint_without_a_tower_is_refused() -> None:
         vision_sources(vision_config(), frozenset({"model.llm.embed.weight"}))
 
 
-def test_absent_keys_are_as_in_transformers() -> None:
-    text = parse_config({"model_type": "inkling2"})
-    ours = parse_vision_config({"model_type": "inkling2"}, text)
-    theirs = transformers.Inkling2Config().vision_config
+@pytest.mark.parametrize("family", ["inkling2", "inkling2_loop"])
+def test_absent_keys_are_as_in_transformers(family: str) -> None:
+    values = {"model_type": family}
+    text = find_definition(values).parse_config(values)
+    ours = parse_vision_config(values, text)
+    theirs = transformers.AutoConfig.for_model(family).vision_config
     assert ours is not None
     values = astuple(replace(ours, rope_theta=0.0))
     names = [name for name in ours.__slots__ if name != "rope_theta"]
     assert values == (*(getattr(theirs, name) for name in names), 0.0)
     assert (ours.rope_theta, theirs.rope_parameters["rope_theta"]) == (10000.0, 10000.0)
-    assert parse_vision_config({"model_type": "inkling2_text"}, text) is None
+    assert parse_vision_config({"model_type": f"{family}_text"}, text) is None
 
 
 def test_both_spellings_of_the_configuration_come_to_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Engines of a tiny Inkling-2 that read images, against transformers."""
+"""Engines of a tiny Inkling-2 and a looped one that read images, against transformers."""
 
 import io
 from collections.abc import Callable
@@ -9,7 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from inkrt.engines.tiny import inkling2, tokenizer
+from inkrt.builder.build import build_engine
+from inkrt.builder.options import BuildOptions
+from inkrt.engines.tiny import inkling2, inkling2_loop, tokenizer
+from inkrt.engines.tiny.checkpoint import write_checkpoint
 from inkrt.errors import RequestError
 from inkrt.runtime.llm import LLM
 from inkrt.runtime.sampling_params import SamplingParams
@@ -51,11 +54,25 @@ def pixel_values(file: bytes) -> tuple[NDArray[np.float32], list[int]]:
     return np.stack(tiles), [1, rows, columns]
 
 
+@pytest.fixture(params=["inkling2", "inkling2-loop"])
+def checkpoint(
+    request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> Path:
+    if request.param == "inkling2":
+        return make_checkpoint("float32", NUM_LAYERS)
+    assert inkling2_loop.TINY.hidden == inkling2.TINY.hidden
+    folder = tmp_path / "checkpoint"
+    write_checkpoint(folder, model=request.param, seed=1, dtype="float32")
+    return folder
+
+
 def test_answers_to_several_images_are_those_of_transformers(
-    make_checkpoint: Callable[..., Path], make_engine: Callable[..., Path]
+    checkpoint: Path, tmp_path: Path
 ) -> None:
-    options = {"max_verify_tokens": 1, "prefill_chunk": 10, "towers": "auto"}
-    folder = make_engine("float32", NUM_LAYERS, **options)
+    folder = tmp_path / "engine"
+    build_engine(
+        checkpoint, folder, BuildOptions(max_seq_len=250, max_verify_tokens=1, prefill_chunk=10)
+    )
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     with LLM(folder) as llm:
         (output,) = llm.generate({"prompt_token_ids": PROMPT, "images": FILES}, params)
@@ -66,7 +83,7 @@ def test_answers_to_several_images_are_those_of_transformers(
             llm.generate({"prompt_token_ids": [IMAGE], "images": [huge]}, params)
     assert output.prompt_token_ids.count(IMAGE) == 16 + 1 + 4
     model = transformers.AutoModelForImageTextToText.from_pretrained(
-        make_checkpoint("float32", NUM_LAYERS),
+        checkpoint,
         dtype=torch.float32,
         attn_implementation="eager",
         experts_implementation="eager",
