@@ -20,7 +20,7 @@ from torch import Tensor
 from inkrt.builder.encoding import DTYPES_OF, blocks_of, require_values
 from inkrt.builder.mapped import MappedFile, Span, extent
 from inkrt.engines.interface import Part
-from inkrt.errors import CheckpointError, printable
+from inkrt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -333,7 +333,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not valid JSON ({printable(error)}); download it again"
+            f"{path} is not valid JSON ({error}); download it again"
         ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -385,5 +385,5 @@ def _open_shard(path: Path) -> _Shard:
         ) from None
     except SafetensorError as error:
         raise CheckpointError(
-            f"shard {path} is truncated or damaged ({printable(error)}); download it again"
+            f"shard {path} is truncated or damaged ({error}); download it again"
         ) from None

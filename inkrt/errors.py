@@ -9,14 +9,12 @@ from typing import ClassVar
 
 
 class InkError(Exception):
-    """Base of all errors of InkRT."""
+    """Base of all errors of InkRT. Its text is one printable line, whatever names files gave it."""
 
     exit_code: ClassVar[int] = 1
 
-
-def printable(text: object) -> str:
-    """Text of a file or of a library for a message of one line: what cannot be printed, escaped."""
-    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in str(text))
+    def __str__(self) -> str:
+        return "".join(x if x.isprintable() else repr(x)[1:-1] for x in super().__str__())
 
 
 class UsageError(InkError):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from inkrt.errors import EngineFormatError, RequestError, printable
+from inkrt.errors import EngineFormatError, RequestError
 from inkrt.runtime.jinja_environment import chat_environment
 from inkrt.runtime.media.messages import check_parts, for_template
 from inkrt.runtime.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise EngineFormatError(
                 f"the chat template is not valid Jinja2 (line {error.lineno}: "
-                f"{printable(error.message)}); mend chat_template.jinja and rebuild the engine"
+                f"{error.message}); mend chat_template.jinja and rebuild the engine"
             ) from None
         self._variables = dict(variables or {})
 
@@ -71,7 +71,7 @@ class ChatTemplate:
                 source = template_path.read_text(encoding="utf-8")
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise EngineFormatError(
-                f"cannot read the chat template of {folder}: {printable(error)}; "
+                f"cannot read the chat template of {folder}: {error}; "
                 "copy the engine again or rebuild it"
             ) from None
         if isinstance(source, list):  # older checkpoints: several named templates
@@ -173,7 +173,7 @@ class ChatTemplate:
             )
         except RENDER_ERRORS as error:
             raise RequestError(
-                f"the chat template refuses the messages: {printable(error)}", param="messages"
+                f"the chat template refuses the messages: {error}", param="messages"
             ) from error
 
 

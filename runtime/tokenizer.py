@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import tokenizers
 
-from inkrt.errors import EngineFormatError, RequestError, printable
+from inkrt.errors import EngineFormatError, RequestError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -41,7 +41,7 @@ class Tokenizer:
             self._library = tokenizers.Tokenizer.from_str(msgspec.json.encode(content).decode())
         except Exception as error:  # the library raises bare Exception for damaged files
             raise EngineFormatError(
-                f"cannot read {path}: {printable(error)}; copy the file again or rebuild the engine"
+                f"cannot read {path}: {error}; copy the file again or rebuild the engine"
             ) from error
         # `encode_special_tokens` is state of the library's object, set before every use.
         self._lock = threading.Lock()
