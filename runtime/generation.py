@@ -193,6 +193,8 @@ class Generation:
         return draw_rows(logits, processor, self._sampling, self._timeline)[0]
 
     def _take(self, token: int) -> Delta:
+        reader = None if self._processor is None else self._processor.logprobs
+        logprobs = () if reader is None else (reader.take(token, len(self._timeline)),)
         self._timeline.append(token)
         self._num_left -= 1
         is_eos = token in self._eos
@@ -210,7 +212,7 @@ class Generation:
             finish_reason = "length"
         if finish_reason is not None:
             self.close()
-        return Delta(text, (token,), finish_reason, stop_reason)
+        return Delta(text, (token,), finish_reason, stop_reason, logprobs=logprobs)
 
     def _text(self, tokens: Sequence[int], is_last: bool) -> str:
         if self._decoder is None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from inkrt.errors import RequestError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.logprobs import LogprobReader
 from inkrt.runtime.sampling import draw
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.tokenizer import Tokenizer
@@ -38,6 +39,9 @@ class LogitsProcessor:
         vocab_size: V; ids of `params` and `bad_words` are below.
         end_ids: tokens that end the generation.
         bad_words: sequences of token ids that must not be generated.
+
+    Attributes:
+        logprobs: keeps what the request wants to know of its tokens; None if it does not.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class LogitsProcessor:
         self._in_prompt = np.zeros(vocab_size if self._has_penalty else 0, np.bool_)
         self._counts = np.zeros(vocab_size if self._has_penalty else 0, np.int32)
         self._num_counted = 0
+        self.logprobs = None if params.logprobs is None else LogprobReader(params.logprobs)
 
     @classmethod
     def make(
@@ -120,6 +125,8 @@ class LogitsProcessor:
         """
         assert logits.shape[1:] == (self._vocab_size,), logits.shape
         assert len(logits) <= len(drafts) + 1, (logits.shape, len(drafts))
+        if self.logprobs is not None:
+            self.logprobs.read(logits, len(timeline))
         rows = np.array(logits, np.float32)
         if self._forbidden is not None:
             rows[:, self._forbidden] = _OFF
@@ -170,7 +177,7 @@ class LogitsProcessor:
 
 
 def needs_processing(params: SamplingParams) -> bool:
-    """Whether a request changes its logits before temperature and filters."""
+    """Whether a request changes its logits before temperature and filters, or asks for them."""
     return (
         params.repetition_penalty != 1
         or params.frequency_penalty != 0
@@ -179,6 +186,7 @@ def needs_processing(params: SamplingParams) -> bool:
         or params.allowed_token_ids is not None
         or bool(params.logit_bias)
         or bool(params.bad_words)
+        or params.logprobs is not None
     )
 
 
