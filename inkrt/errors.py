@@ -78,5 +78,9 @@ class RequestError(InkError):
         self.param = param
 
 
+class ContextLengthError(RequestError):
+    """A prompt leaves no room in the engine's context."""
+
+
 class DeviceError(InkError):
     """A device is missing, unsuitable or failed."""

@@ -17,7 +17,7 @@ from inkrt.runtime.llm import LLM, Prompt
 from inkrt.runtime.output import Delta, RequestOutput
 from inkrt.runtime.request import Request
 from inkrt.runtime.sampling_params import SamplingParams
-from inkrt.runtime.scheduler import Observer, Scheduler, Ticket
+from inkrt.runtime.scheduler import Scheduler, Ticket
 from inkrt.runtime.spec.config import SpeculativeConfig
 from inkrt.runtime.spec.stats import SpeculationStats
 
@@ -150,7 +150,6 @@ class AsyncLLM:
         verify: also compare the sha256 of every file.
         speculative: as for `LLM`.
         max_waiting: requests that may wait for a slot; more are refused with QueueFullError.
-        observer: called on the engine's thread with each request that has ended.
 
     Attributes:
         llm: what runs; only its parts that step nothing may be used beside this object.
@@ -166,7 +165,6 @@ class AsyncLLM:
         verify: bool = False,
         speculative: SpeculativeConfig | None = None,
         max_waiting: int = DEFAULT_MAX_WAITING,
-        observer: Observer | None = None,
     ) -> None:
         if not isinstance(max_waiting, int) or max_waiting < 1:
             raise RequestError(
@@ -174,7 +172,7 @@ class AsyncLLM:
                 param="max_waiting",
             )
         self.llm = LLM(folder, verify=verify, speculative=speculative)
-        self._scheduler = Scheduler(self.llm, max_waiting=max_waiting, observer=observer)
+        self._scheduler = Scheduler(self.llm, max_waiting=max_waiting)
         self._named: dict[str, Answers] = {}
 
     @property
@@ -182,16 +180,24 @@ class AsyncLLM:
         """Whether requests can still be run: false once it is closed or its device has failed."""
         return self._scheduler.is_alive
 
-    async def submit(self, prompt: Prompt, params: Sequence[SamplingParams | None]) -> Answers:
-        """Begin to complete one prompt, once for each of `params`.
+    async def prepare(
+        self, prompt: Prompt, params: Sequence[SamplingParams | None]
+    ) -> list[Request]:
+        """Check requests for one prompt, one for each of `params`; `submit` runs them.
 
         Raises:
             RequestError: the prompt is invalid, or the engine cannot do what is asked.
-            QueueFullError: too many requests are waiting.
-            ClosedError: the engine is closed or has failed.
         """
         # Long texts take long to encode, images to read.
-        requests = await asyncio.to_thread(self.llm.prepare, prompt, params)
+        return await asyncio.to_thread(self.llm.prepare, prompt, params)
+
+    def submit(self, requests: Sequence[Request]) -> Answers:
+        """Let requests run, all or none.
+
+        Raises:
+            QueueFullError: too many are waiting.
+            ClosedError: the engine is closed or has failed.
+        """
         return Answers(self._scheduler, requests)
 
     async def generate(
@@ -300,7 +306,7 @@ class AsyncLLM:
     async def _submit_named(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None
     ) -> Answers:
-        answers = await self.submit(prompt, [params])
+        answers = self.submit(await self.prepare(prompt, [params]))
         if request_id is not None:
             if request_id in self._named:
                 answers.close()

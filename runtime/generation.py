@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from inkrt.errors import RequestError
+from inkrt.errors import ContextLengthError, RequestError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.logits import LogitsProcessor, check_processing, draw_rows
@@ -38,7 +38,7 @@ def check_request(
     ids = check_tokens(prompt, config)
     if len(ids) >= config.max_seq_len:
         rebuild = rebuild_with(config.rebuild_command, "--max-seq-len", len(ids) + 1)
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(ids)} tokens, this engine holds {config.max_seq_len} with the "
             f"output; shorten it to at most {config.max_seq_len - 1} or rebuild with: {rebuild}",
             param="prompt",

@@ -20,9 +20,6 @@ from inkrt.runtime.request import Request
 
 Receiver = Callable[[Delta | BaseException], None]
 
-# Ended requests hand their times over on the thread, so what keeps them must be quick.
-Observer = Callable[[Request, BaseException | None], None]
-
 
 @dataclass(slots=True, eq=False)
 class Ticket:
@@ -46,13 +43,11 @@ class Scheduler:
     Args:
         llm: what runs them.
         max_waiting: most requests that wait for a slot, at least 1.
-        observer: called with each request that has ended and with what ended it early.
     """
 
-    def __init__(self, llm: LLM, *, max_waiting: int, observer: Observer | None = None) -> None:
+    def __init__(self, llm: LLM, *, max_waiting: int) -> None:
         self._llm = llm
         self._max_waiting = max_waiting
-        self._observer = observer
         self._condition = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._running: deque[Ticket] = deque()
@@ -207,7 +202,6 @@ class Scheduler:
             return
         self._remove(ticket)
         self._llm.end(ticket.request)  # first, so that who gets the delta finds the slot free
-        self._observe(ticket, None)
         ticket.receive(delta)
 
     def _remove(self, ticket: Ticket) -> None:
@@ -221,9 +215,4 @@ class Scheduler:
         except InkError:
             # The engine has failed; the request gets the error that said so.
             assert self._failure is not None
-        self._observe(ticket, error)
         ticket.receive(error)
-
-    def _observe(self, ticket: Ticket, error: BaseException | None) -> None:
-        if self._observer is not None:
-            self._observer(ticket.request, error)
