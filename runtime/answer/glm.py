@@ -77,7 +77,7 @@ class GlmParser:
             self._scanner = MarkupScanner(self.num_calls, self._tools or {})
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool) -> list[Part]:  # noqa: ARG002
         """See `AnswerParser`."""
         parts = self._take(self._decoder.flush()) + self._leave()
         self._state = "content"

@@ -9,6 +9,7 @@ text. Source: chat-format A6, the table of states and the rules below it.
 """
 
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -34,6 +35,7 @@ OTHERS = (
 )
 
 _State = Literal["header", "content", "reasoning", "call"]
+_NAME = re.compile(r"[\w.:-]{1,64}")
 _log = logging.getLogger("inkrt")
 
 
@@ -88,9 +90,11 @@ class InklingParser:
         self._enter(marker)
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool) -> list[Part]:
         """See `AnswerParser`."""
         parts = self._take(self._decoder.flush())
+        if is_cut and self._keeps_calls and _NAME.fullmatch(self._header):
+            self._header = ""  # the name of a tool whose call did not come
         parts += self._leave(END_SAMPLING)
         parts += _content(self._content.flush())
         self._state = "content"

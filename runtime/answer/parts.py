@@ -53,8 +53,12 @@ class AnswerParser(Protocol):
         """Take the next token; return what is certain now, in order."""
         ...
 
-    def finish(self) -> list[Part]:
-        """End of the tokens: return what was held back."""
+    def finish(self, *, is_cut: bool) -> list[Part]:
+        """End of the tokens: return what was held back.
+
+        Args:
+            is_cut: whether it was a limit of length, not the model.
+        """
         ...
 
 

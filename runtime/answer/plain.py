@@ -21,7 +21,7 @@ class PlainParser:
         """See `AnswerParser`."""
         return content(self._decoder.push(token))
 
-    def finish(self) -> list[Part]:
+    def finish(self, *, is_cut: bool) -> list[Part]:  # noqa: ARG002
         """See `AnswerParser`."""
         return content(self._decoder.flush())
 

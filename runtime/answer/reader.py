@@ -92,7 +92,7 @@ class AnswerReader:
 
     def _finish(self, delta: Delta) -> list[Part]:
         """The generation has ended, and with it the answer."""
-        parts = self._match(self._parser.finish())
+        parts = self._match(self._parser.finish(is_cut=delta.finish_reason == "length"))
         if self.end is not None:  # by a stop string in what was held back
             return parts
         if text := self._matcher.flush():
