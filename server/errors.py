@@ -19,6 +19,7 @@ from inkrt.errors import (
     CapacityError,
     ClosedError,
     ContextLengthError,
+    DeviceError,
     QueueFullError,
     RequestError,
     UsageError,
@@ -147,7 +148,7 @@ def _server_error(error: BaseException) -> ApiError:
             )
         case CancelledRequestError():
             return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
-        case ClosedError():
+        case ClosedError() | DeviceError():
             return ApiError(
                 503, "the engine takes no requests", kind="server_error", code="engine_dead"
             )

@@ -39,8 +39,9 @@ def completion_logprobs(
     return {
         "tokens": tokens,
         "token_logprobs": [max(item.logprob, _LEAST) for item in items],
+        # Several tokens may have one text; the first written is overwritten by the likelier.
         "top_logprobs": [
-            {_text(token, tokenizer): max(value, _LEAST) for token, value in item.top}
+            {_text(token, tokenizer): max(value, _LEAST) for token, value in reversed(item.top)}
             for item in items
         ],
         "text_offset": offsets,

@@ -51,10 +51,10 @@ class CallScanner:
         return self._give()
 
     def finish(self) -> CallDelta | None:
-        """End of the text; a call without arguments has the empty object for them."""
+        """End of the text; a whole call without arguments has the empty object for them."""
         if self.is_begun or self.is_broken:
             return None
-        if self._name is None:
+        if self._name is None or self._depth > 0:
             self.is_broken = True
             return None
         if not self._has_arguments:
