@@ -149,6 +149,7 @@ class AsyncLLM:
         folder: an engine folder, written by ink-build.
         verify: also compare the sha256 of every file.
         speculative: as for `LLM`.
+        prefix_cache: as for `LLM`.
         max_waiting: requests that may wait for a slot; more are refused with QueueFullError.
 
     Attributes:
@@ -164,6 +165,7 @@ class AsyncLLM:
         *,
         verify: bool = False,
         speculative: SpeculativeConfig | None = None,
+        prefix_cache: bool = False,
         max_waiting: int = DEFAULT_MAX_WAITING,
     ) -> None:
         if not isinstance(max_waiting, int) or max_waiting < 1:
@@ -171,7 +173,7 @@ class AsyncLLM:
                 f"max_waiting is {max_waiting!r}, it must be an integer of at least 1",
                 param="max_waiting",
             )
-        self.llm = LLM(folder, verify=verify, speculative=speculative)
+        self.llm = LLM(folder, verify=verify, speculative=speculative, prefix_cache=prefix_cache)
         self._scheduler = Scheduler(self.llm, max_waiting=max_waiting)
         self._named: dict[str, Answers] = {}
 

@@ -24,9 +24,10 @@ from inkrt.runtime.media.prompt import expand, in_front
 from inkrt.runtime.media.reader import MediaReader
 from inkrt.runtime.media.rows import FeatureRows, place_rows, require_tower
 from inkrt.runtime.output import Delta, RequestOutput
+from inkrt.runtime.prefix_cache import PrefixCache
 from inkrt.runtime.request import Request
 from inkrt.runtime.sampling_params import SamplingParams
-from inkrt.runtime.session import check_tokens
+from inkrt.runtime.session import Session, check_tokens
 from inkrt.runtime.spec.config import Method, SpeculativeConfig
 from inkrt.runtime.spec.self_test import check_drafter
 from inkrt.runtime.spec.stats import SpeculationStats
@@ -52,6 +53,9 @@ class LLM:
         speculative: who proposes tokens and what becomes of them; None for `SpeculativeConfig()`:
             the engine's own drafter, if it has one. What is generated does not depend on it, but
             for accept "probabilistic": there other tokens of the same distribution come.
+        prefix_cache: keep the state of requests that have ended, for prompts that begin as they do
+            (see `prefix_cache`). What was read in other pieces may round otherwise, so tokens can
+            then depend on earlier requests, where two are about equally likely.
 
     Attributes:
         engine: the open engine; its sessions must not run beside this object's calls.
@@ -71,6 +75,7 @@ class LLM:
         *,
         verify: bool = False,
         speculative: SpeculativeConfig | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         chosen = SpeculativeConfig() if speculative is None else speculative
         if not isinstance(chosen, SpeculativeConfig):
@@ -93,6 +98,7 @@ class LLM:
         self._lock = threading.RLock()
         self._numbers = count()
         self._media = MediaReader(self.engine.folder, self.engine.config)
+        self._cache = PrefixCache(self.engine) if prefix_cache else None
 
     def generate(
         self,
@@ -228,6 +234,8 @@ class LLM:
     def close(self) -> None:
         """Release all memory; running streams end with an error. May be called again."""
         with self._lock:
+            if self._cache is not None:
+                self._cache.clear()
             self.engine.close()
 
     def __enter__(self) -> Self:
@@ -300,6 +308,10 @@ class LLM:
             )
         return check_tokens(prompt, self.engine.config)
 
+    def _session(self) -> Session:
+        """An empty session; what is kept for others makes room."""
+        return self.engine.session() if self._cache is None else self._cache.open(())
+
     def _features(self, request: Request) -> FeatureRows | None:
         """What stands in place of the embeddings of the request's placeholders."""
         if not request.media:
@@ -331,17 +343,24 @@ class LLM:
             Whether there was room; if `must`, raises CapacityError instead of returning false.
         """
         with self._lock:
-            if not must and self.engine.states.num_free_slots == 0:
+            cache = self._cache
+            has_room = self.engine.states.num_free_slots > 0 if cache is None else cache.has_room
+            if not must and not has_room:
                 return False
             features = self._features(request)
             request.media.clear()  # large, and read
+            if features is not None:
+                cache = None  # placeholders of other images are the same tokens
+            session = self._session() if cache is None else cache.open(request.prompt)
+            request.num_cached = session.length
             request.generation = Generation(
-                self.engine.session(),
+                session,
                 request.prompt,
                 request.params,
                 self.engine.tokenizer,
                 None if self._drafting is None else self._drafting.speculator(),
                 features,
+                cache,
             )
             request.started_s = time.perf_counter()
             return True

@@ -41,6 +41,10 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait for the engine; more get 429.")
     ] = 64,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(help="Keep the state of ended requests, for prompts that begin as they do."),
+    ] = True,
     max_body_mib: Annotated[int, typer.Option(min=1, help="Longest request, in MiB.")] = 32,
     request_timeout: Annotated[
         float | None,
@@ -81,7 +85,12 @@ def serve(
     )
     # Before loading, which may take minutes; clients are answered once it is done.
     with open_socket(host, port) as listener:
-        llm = AsyncLLM(engine, speculative=options.config(), max_waiting=max_waiting)
+        llm = AsyncLLM(
+            engine,
+            speculative=options.config(),
+            prefix_cache=prefix_cache,
+            max_waiting=max_waiting,
+        )
         try:
             options.require_use(llm.llm)
             address = listener.getsockname()
