@@ -18,6 +18,7 @@ import msgspec
 from inkrt.errors import EngineFormatError, RequestError
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.generation import Generation, check_request
+from inkrt.runtime.logits import grammar_mask
 from inkrt.runtime.media.encode import TowerInputs, encode
 from inkrt.runtime.media.messages import media_of
 from inkrt.runtime.media.prompt import expand, in_front
@@ -268,6 +269,7 @@ class LLM:
         for each in params:
             own = each or self.default_params
             ids = check_request(tokens, own, config, has_tokenizer=has_tokenizer)
+            grammar_mask(own, len(ids), config, self.engine.tokenizer)  # raises what is wrong
             name = f"request-{next(self._numbers)}"
             requests.append(Request(name, ids, own, dict(media)))
         return requests

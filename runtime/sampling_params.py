@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from inkrt.errors import RequestError
+from inkrt.runtime.grammar import Grammar
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
@@ -48,6 +49,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: give the log-probability of each token, and of so many of the likeliest; at most
             MAX_LOGPROBS. None gives none.
+        grammar: what the answer must be made of; None leaves it free. It ends the answer, so
+            min_tokens and ignore_eos do not go with it.
 
     Raises:
         RequestError: a value is out of range; `param` is the name of the field.
@@ -72,6 +75,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not _is_finite(self.temperature) or not 0 <= self.temperature <= _MOST_TEMPERATURE:
@@ -119,6 +123,13 @@ class SamplingParams:
         ):
             allowed = f"an integer from 0 to {MAX_LOGPROBS}, or None"
             raise _error("logprobs", self.logprobs, allowed)
+        if self.grammar is not None:
+            if not isinstance(self.grammar, Grammar):
+                raise _error("grammar", self.grammar, "a Grammar, or None")
+            if self.ignore_eos or self.min_tokens:
+                name = "ignore_eos" if self.ignore_eos else "min_tokens"
+                message = f"{name} does not go with a grammar, which ends the answer; leave it out"
+                raise RequestError(message, param=name)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         ids = self.allowed_token_ids

@@ -23,6 +23,7 @@ from inkrt.server.logprobs import chat_logprobs
 from inkrt.server.params import num_choices, params_of_choices
 from inkrt.server.protocol import ChatRequest
 from inkrt.server.service import Service
+from inkrt.server.structured import by_own_names
 
 router = APIRouter()
 
@@ -36,9 +37,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     service.require_open()
     number = num_choices(body, 1, service.settings.max_choices)
     llm, tokenizer = service.llm.llm, service.tokenizer
-    plan = await asyncio.to_thread(plan_chat, body, llm, tokenizer)
-    params = params_of_choices(plan.engine_params(), number)
-    answers = service.submit(await service.llm.prepare(plan.prompt, params))
+    with by_own_names(body):
+        plan = await asyncio.to_thread(plan_chat, body, llm, tokenizer)
+        params = params_of_choices(plan.engine_params(), number)
+        requests = await service.llm.prepare(plan.prompt, params)
+    answers = service.submit(requests)
     chat = _Chat(service, body, plan, tokenizer, answers)
     if body.stream:
         return EventStream(chat.events(), chat.end, headers)

@@ -9,11 +9,14 @@ from inkrt.runtime.answer.reader import AnswerReader
 from inkrt.runtime.llm import LLM
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.tokenizer import Tokenizer
+from inkrt.runtime.tool_messages import check_tools
 from inkrt.server.errors import ApiError, unsupported
 from inkrt.server.messages import runtime_messages
 from inkrt.server.params import sampling_params
 from inkrt.server.protocol import ChatRequest
+from inkrt.server.structured import grammar_of
 
+Tools = Sequence[dict[str, Any]]
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -30,7 +33,7 @@ class ChatPlan:
 
     prompt: dict[str, Any]
     params: SamplingParams
-    tools: Sequence[dict[str, Any]] | None
+    tools: Tools | None
     single_call: bool
 
     def engine_params(self) -> SamplingParams:
@@ -57,10 +60,9 @@ def plan_chat(body: ChatRequest, llm: LLM, tokenizer: Tokenizer) -> ChatPlan:
         ApiError: something is not supported.
     """
     params = sampling_params(body, llm.default_params)
-    kind = body.response_format.get("type") if body.response_format is not None else "text"
-    if kind != "text":
-        raise unsupported("response_format", "grammars are not supported yet; ask for text")
-    tools = _tools(body, tokenizer)
+    tools, must_call = _tools(body, tokenizer)
+    if (grammar := grammar_of(body, "text", must_call)) is not None:
+        params = replace(params, grammar=grammar)
     prompt = llm.chat_prompt(
         runtime_messages(body.messages),
         tools=tools,
@@ -70,24 +72,41 @@ def plan_chat(body: ChatRequest, llm: LLM, tokenizer: Tokenizer) -> ChatPlan:
     return ChatPlan(prompt, params, tools, body.parallel_tool_calls is False)
 
 
-def _tools(body: ChatRequest, tokenizer: Tokenizer) -> Sequence[dict[str, Any]] | None:
-    """Those that the model is told of."""
+def _tools(body: ChatRequest, tokenizer: Tokenizer) -> tuple[Tools | None, Tools | None]:
+    """Those that the model is told of, and those of which it must call one."""
     choice = body.tool_choice
-    if choice is not None and choice not in ("none", "auto"):
-        if choice == "required" or isinstance(choice, dict):
-            raise unsupported("tool_choice", "grammars are not supported yet; use auto or none")
-        raise ApiError(400, "tool_choice must be none or auto", param="tool_choice")
     if not body.tools:
-        if choice == "auto":
-            raise ApiError(400, "tool_choice auto needs tools", param="tool_choice")
-        return None
-    for i, tool in enumerate(body.tools):
-        function = tool.get("function")
-        if isinstance(function, dict) and function.get("strict"):
-            place = f"tools[{i}].function.strict"
-            raise unsupported(place, "grammars are not supported yet; leave it out")
+        if choice is not None and choice != "none":
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        return None, None
     require_tool_format(answer_format(tokenizer))
-    return None if choice == "none" else body.tools
+    check_tools(body.tools)
+    if choice == "none":
+        return None, None
+    must_call = _required(choice, body.tools)
+    for i, tool in enumerate(body.tools):
+        if must_call is None and tool["function"].get("strict"):
+            reason = "only a required call follows its schema; leave it out or require a call"
+            raise unsupported(f"tools[{i}].function.strict", reason)
+    return body.tools, must_call
+
+
+def _required(choice: object, tools: Tools) -> Tools | None:
+    """Those of which one must be called."""
+    if choice is None or choice == "auto":
+        return None
+    if choice == "required":
+        return tools
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    named = [tool for tool in tools if tool["function"]["name"] == name]
+    if not named:
+        raise ApiError(
+            400,
+            "tool_choice must be none, auto, required or the function of one of the tools",
+            param="tool_choice",
+        )
+    return named[:1]
 
 
 def _variables(body: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:

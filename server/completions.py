@@ -1,5 +1,6 @@
 """POST /v1/completions: texts or token ids continued, without a chat template."""
 
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -19,6 +20,7 @@ from inkrt.server.logprobs import completion_logprobs
 from inkrt.server.params import num_choices, params_of_choices, sampling_params
 from inkrt.server.protocol import CompletionRequest
 from inkrt.server.service import Service
+from inkrt.server.structured import by_own_names, grammar_of
 
 router = APIRouter()
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's for this route
@@ -36,8 +38,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if body.max_tokens is None:
         least = body.min_tokens or 0
         body = body.model_copy(update={"max_tokens": max(_DEFAULT_MAX_TOKENS, least)})
-    params = params_of_choices(sampling_params(body, service.llm.llm.default_params), number)
-    prepared = [await service.llm.prepare(prompt, params) for prompt in prompts]
+    params = sampling_params(body, service.llm.llm.default_params)
+    with by_own_names(body):
+        if (grammar := grammar_of(body, "all")) is not None:
+            params = dataclasses.replace(params, grammar=grammar)
+        each = params_of_choices(params, number)
+        prepared = [await service.llm.prepare(prompt, each) for prompt in prompts]
     requests = [one for of_prompt in prepared for one in of_prompt]
     completion = _Completion(service, body, service.submit(requests), number)
     if body.stream:

@@ -46,6 +46,7 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class ChatRequest(GenerationRequest):

@@ -52,8 +52,7 @@ class GlmParser:
         self._skip_special_tokens = skip_special_tokens
         ids = tokenizer.special_ids
         self._markers = {ids[name]: name for name in MARKERS}
-        turns = frozenset(ids[name] for name in TURNS if name in ids)
-        self._state: _State = _first_state(prompt, self._markers, turns)
+        self._state: _State = first_block(prompt, ids)
         self._decoder = self._new_decoder()
         self._reasoning, self._content = EndSpace(), FrontSpace()
         self._scanner: MarkupScanner | None = None
@@ -128,12 +127,13 @@ def speaks_glm(tokenizer: Tokenizer) -> bool:
     return all(name in tokenizer.special_ids for name in MARKERS)
 
 
-def _first_state(
-    prompt: Sequence[int], markers: Mapping[int, str], turns: frozenset[int]
-) -> _State:
-    for token in reversed(prompt):
-        if token in markers:
-            return "reasoning" if markers[token] == THINK else "content"
-        if token in turns:
-            break
-    return "content"
+def first_block(prompt: Sequence[int], ids: Mapping[str, int]) -> _State:
+    """The block in which an answer to a prompt begins.
+
+    Args:
+        prompt: token ids.
+        ids: of special tokens.
+    """
+    names = {ids[name]: name for name in (*MARKERS, *TURNS) if name in ids}
+    last = next((names[token] for token in reversed(prompt) if token in names), "")
+    return "reasoning" if last == THINK else "content"

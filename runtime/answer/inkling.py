@@ -10,7 +10,7 @@ text. Source: chat-format A6, the table of states and the rules below it.
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from inkrt.runtime.answer.call_json import CallScanner
@@ -68,7 +68,7 @@ class InklingParser:
         names = (*MARKERS, *OTHER_TEXT, *OTHERS)
         ids = tokenizer.special_ids
         self._markers = {ids[name]: name for name in names if name in ids}
-        self._state: _State = _first_state(prompt, self._markers)
+        self._state: _State = first_block(prompt, ids)
         self._decoder = self._new_decoder()
         self._header = ""
         self._reasoning, self._content = EndSpace(), FrontSpace()
@@ -169,12 +169,17 @@ def speaks_inkling(tokenizer: Tokenizer) -> bool:
     return all(name in tokenizer.special_ids for name in MARKERS)
 
 
-def _first_state(prompt: Iterable[int], markers: dict[int, str]) -> _State:
+def first_block(prompt: Sequence[int], ids: Mapping[str, int]) -> _State:
+    """The block in which an answer to a prompt begins.
+
+    Args:
+        prompt: token ids.
+        ids: of special tokens.
+    """
     states: dict[str, _State] = {THINKING: "reasoning", TEXT: "content"}
-    for token in reversed(tuple(prompt)):
-        if token in markers:
-            return states.get(markers[token], "header")
-    return "header"
+    names = {ids[name]: name for name in (*MARKERS, *OTHER_TEXT, *OTHERS) if name in ids}
+    last = next((names[token] for token in reversed(prompt) if token in names), MODEL)
+    return states.get(last, "header")
 
 
 def _content(text: str) -> list[Part]:

@@ -16,7 +16,7 @@ from inkrt.runtime.answer.inkling import MARKERS, OTHERS
 from inkrt.runtime.async_llm import AsyncLLM
 from inkrt.runtime.engine_file import EngineConfig, StateLayout
 
-NUM_PAGES = 128
+NUM_PAGES = 256
 NANO = Path(nano.__file__).parent / "checkpoint"
 
 
@@ -27,7 +27,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three slots, 512 positions, the markers and the template of the Inkling family."""
+    """Three slots, 1024 positions, the markers and the template of the Inkling family."""
     folder = tmp_path_factory.mktemp("served") / "a-model"
     template = (NANO / "chat_template.jinja").read_text(encoding="utf-8")
     folder.mkdir()
