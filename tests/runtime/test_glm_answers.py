@@ -89,10 +89,10 @@ def test_however_the_tokens_are_grouped(tokenizer: Tokenizer, name: str) -> None
 
 
 def test_without_an_open_block_it_begins_with_text(tokenizer: Tokenizer) -> None:
-    ids = [*encode(tokenizer, f"over{THINK}hello{END_THINK}there"), 0]
+    ids = [*encode(tokenizer, f"the{THINK}hello{END_THINK} fox"), 0]
     for prompt in (f"<|user|>{THINK}<|assistant|>", f"<|assistant|>{THINK}{END_THINK}"):
         found = read(tokenizer, ids, (len(ids),), prompt=encode(tokenizer, prompt))
-        assert (found.reasoning, found.content) == ("hello", "overthere")
+        assert (found.reasoning, found.content) == ("hello", "the fox")
 
 
 def test_what_a_cut_call_gives_is_json(tokenizer: Tokenizer) -> None:
