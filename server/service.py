@@ -136,9 +136,11 @@ class Service:
             yield item
 
     def log_failure(self, error: BaseException, told: ApiError) -> None:
-        """Log what clients are not told: errors of ours, with their trace."""
-        if told.status >= 500:
+        """Log what clients are not told: errors of ours with their trace, a failed engine."""
+        if told.status == 500:
             _log.error("a request failed: %s", error, exc_info=error)
+        elif told.code == "engine_dead":
+            _log.error("the engine takes no requests: %s", error)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests; wait for those that run, then cancel what is left.

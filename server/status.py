@@ -1,7 +1,8 @@
 """What the server says of itself: models, health, version, metrics, settings; and its tokenizer."""
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -15,10 +16,20 @@ from inkrt.server.protocol import DetokenizeRequest, TokenizeRequest
 from inkrt.server.service import Service
 
 router = APIRouter()
-_GET = ["GET", "HEAD"]
+_Route = TypeVar("_Route", bound=Callable[..., Any])
 
 
-@router.api_route("/health", methods=_GET)
+def _get(path: str) -> Callable[[_Route], _Route]:
+    """A route for GET, which answers HEAD too."""
+
+    def add(route: _Route) -> _Route:
+        router.head(path, include_in_schema=False)(route)
+        return router.get(path)(route)
+
+    return add
+
+
+@_get("/health")
 async def health(request: Request) -> Response:
     """Whether the engine runs."""
     if not _service(request).llm.is_alive:
@@ -26,7 +37,7 @@ async def health(request: Request) -> Response:
     return Response()
 
 
-@router.api_route("/ready", methods=_GET)
+@_get("/ready")
 async def ready(request: Request) -> Response:
     """Whether new requests are taken."""
     if _service(request).is_draining:
@@ -34,19 +45,19 @@ async def ready(request: Request) -> Response:
     return await health(request)
 
 
-@router.api_route("/version", methods=_GET)
+@_get("/version")
 async def version() -> dict[str, str]:
     """The version of this software."""
     return {"version": __version__}
 
 
-@router.api_route("/metrics", methods=_GET)
+@_get("/metrics")
 async def metrics(request: Request) -> Response:
     """What happens, in Prometheus' text form."""
     return Response(_service(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.api_route("/server_info", methods=_GET)
+@_get("/server_info")
 async def server_info(request: Request) -> dict[str, Any]:
     """What is served and how; no keys, no paths."""
     service = _service(request)
@@ -74,14 +85,14 @@ async def server_info(request: Request) -> dict[str, Any]:
     }
 
 
-@router.api_route("/v1/models", methods=_GET)
+@_get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """The models that are served: one, by all its names."""
     service = _service(request)
     return {"object": "list", "data": [_model(service, name) for name in service.names]}
 
 
-@router.api_route("/v1/models/{name:path}", methods=_GET)
+@_get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     """One of them."""
     service = _service(request)

@@ -242,6 +242,29 @@ async def test_a_full_queue_and_a_limit_of_time(scripted: Scripted) -> None:
     assert "[DONE]" not in streamed.text
 
 
+@pytest.mark.anyio
+async def test_a_stream_says_that_it_is_alive(scripted: Scripted) -> None:
+    llm, executor = scripted()
+    executor.step_s = 0.05
+    body = {"messages": MESSAGES, "max_tokens": 2, "stream": True}
+    answer = await post(llm, CHAT, body, ServerSettings(ping_s=0.02))
+    blocks = answer.text.split("\n\n")
+    assert blocks.count(": ping") >= 2
+    assert all(block.startswith(("data: ", ": ping")) for block in blocks[:-1])
+    assert blocks[-2:] == ["data: [DONE]", ""]
+
+
+@pytest.mark.anyio
+async def test_the_api_describes_itself(scripted: Scripted) -> None:
+    llm, _ = scripted()
+    async with client_of(llm) as client:
+        described = (await client.get("/openapi.json")).json()
+    operation = described["paths"][CHAT]["post"]
+    assert {"200", "400", "401", "429", "503"} <= operation["responses"].keys()
+    fields = described["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "tools", "structured_outputs", "seed"} <= fields.keys()
+
+
 def test_an_error_of_ours_tells_nothing(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
