@@ -37,6 +37,7 @@ demo: $(VENV)/cpu.stamp
 	@echo "== old novels are harder to foresee: plain, then with drafts"
 	$(BIN)/ink-run $(DEMO)/engine --raw -p $(NOVEL) --max-tokens 64 --seed 3 --stats --spec none
 	$(BIN)/ink-run $(DEMO)/engine --raw -p $(NOVEL) --max-tokens 64 --seed 3 --stats
+	@echo "== to serve it to OpenAI's clients: $(BIN)/pip install -e .[serve] && $(BIN)/ink-serve $(DEMO)/engine"
 	@echo "== done: a model of nine million parameters knows nothing, but the way was the real one"
 
 test: $(VENV)/dev.stamp

@@ -9,16 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inkrt.errors import InkError
+    from inkrt.runtime.async_llm import AsyncLLM
     from inkrt.runtime.engine import Engine
     from inkrt.runtime.llm import LLM
     from inkrt.runtime.sampling_params import SamplingParams
     from inkrt.runtime.spec.config import SpeculativeConfig
 
 __version__ = "0.1.0.dev0"
-__all__ = ["LLM", "Engine", "InkError", "SamplingParams", "SpeculativeConfig", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Engine",
+    "InkError",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "inkrt.runtime.llm",
+    "AsyncLLM": "inkrt.runtime.async_llm",
     "Engine": "inkrt.runtime.engine",
     "InkError": "inkrt.errors",
     "SamplingParams": "inkrt.runtime.sampling_params",

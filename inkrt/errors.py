@@ -49,6 +49,18 @@ class CapacityError(InkError):
     """Memory, pages, slots or context are exhausted."""
 
 
+class QueueFullError(CapacityError):
+    """As many requests wait for the engine as may; ask again later."""
+
+
+class CancelledRequestError(InkError):
+    """A request was cancelled while somebody waited for it."""
+
+
+class ClosedError(InkError):
+    """The engine takes no requests any more: it is closing, or it has failed."""
+
+
 class RequestError(InkError):
     """A request is invalid.
 
@@ -62,6 +74,10 @@ class RequestError(InkError):
     def __init__(self, message: str, *, param: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextLengthError(RequestError):
+    """A prompt leaves no room in the engine's context."""
 
 
 class DeviceError(InkError):

@@ -12,16 +12,19 @@ from typing import Any
 
 import msgspec
 from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
 from inkrt.errors import EngineFormatError, RequestError
 from inkrt.runtime.jinja_environment import chat_environment
 from inkrt.runtime.media.messages import check_parts, for_template
 from inkrt.runtime.tokenizer import Tokenizer
+from inkrt.runtime.tool_messages import check_calls, check_tools, plain_calls, refuse_special
 
 Message = Mapping[str, object]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_KEYS = ("content", "name", "reasoning_content")
+KEYS = ("role", *TEXT_KEYS, "tool_calls", "tool_call_id")
 
 # Private-use characters: templates hold none, and message text is not in the text they stand in.
 MARK_BEGIN, MARK_END = "\ue0f0", "\ue0f1"
@@ -49,6 +52,7 @@ class ChatTemplate:
                 f"the chat template is not valid Jinja2 (line {error.lineno}: "
                 f"{error.message}); mend chat_template.jinja and rebuild the engine"
             ) from None
+        self._names = find_undeclared_variables(chat_environment().parse(source))
         self._variables = dict(variables or {})
 
     @classmethod
@@ -97,9 +101,9 @@ class ChatTemplate:
 
         Args:
             messages: with "role" and "content" (a string, or parts; see `media.messages`),
-                optionally "name" and "reasoning_content".
+                optionally "name", "reasoning_content", "tool_calls" and "tool_call_id".
             add_generation_prompt: end with the beginning of an answer.
-            tools: function declarations, passed to the template.
+            tools: function declarations; see `tool_messages`.
             **kwargs: further template variables, e.g. reasoning_effort.
 
         Raises:
@@ -115,6 +119,7 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
         **kwargs: object,
     ) -> list[int]:
         """The conversation as token ids, in which message text stays ordinary text.
@@ -126,14 +131,16 @@ class ChatTemplate:
             messages: as for `render`.
             tokenizer: of the same engine.
             add_generation_prompt: end with the beginning of an answer.
+            tools: as for `render`.
             **kwargs: further template variables: plain values; strings must not contain special
-                tokens.
+                tokens, nor may those of tools and of tool calls.
 
         Raises:
             RequestError: invalid messages, the template refuses them, or it changes their text in
                 a way that placeholders cannot follow.
         """
         check_messages(messages)
+        self._check_tools(messages, tools, tokenizer)
         for name, value in kwargs.items():
             if not isinstance(value, str | int | float | None):
                 raise RequestError(
@@ -146,7 +153,7 @@ class ChatTemplate:
                 raise RequestError(
                     f"template variable {name} contains a special token: {value!r}", param=name
                 )
-        variables = {**kwargs, "tools": None, "add_generation_prompt": add_generation_prompt}
+        variables = {**kwargs, "tools": tools, "add_generation_prompt": add_generation_prompt}
         now = datetime.now()
         marked, texts = _mark(messages)
         pieces = _split_marks(self._render(marked, variables, now), texts)
@@ -158,6 +165,24 @@ class ChatTemplate:
                 param="messages",
             )
         return _encode_pieces(pieces, tokenizer)
+
+    def _check_tools(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Refuse what would become a special token, or what the template would leave out."""
+        for i, message in enumerate(messages):
+            for key in ("tool_calls", "tool_call_id"):
+                place = f"messages[{i}].{key}"
+                refuse_special(message.get(key), tokenizer, place, "messages")
+        if tools is None:
+            return
+        check_tools(tools)
+        refuse_special(tools, tokenizer, "tools", "tools")
+        if "tools" not in self._names:
+            raise RequestError("the chat template knows no tools; leave tools out", param="tools")
 
     def _render(
         self, messages: Sequence[Message], variables: Mapping[str, object], now: datetime
@@ -194,15 +219,17 @@ def check_messages(messages: Sequence[Message]) -> None:
         content = message.get("content")
         if isinstance(content, list | tuple):
             check_parts(content, f"{place}.content", message.get("role"))
-        elif not isinstance(content, str):
+        elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise _message_error(f"{place}.content", content, "a string or a list of parts")
         for key, value in message.items():
-            if key not in ("role", *TEXT_KEYS):
+            if key not in KEYS:
                 raise RequestError(
-                    f"{place} has the key {key!r}; supported are role, {', '.join(TEXT_KEYS)}",
+                    f"{place} has the key {key!r}; supported are {', '.join(KEYS)}",
                     param="messages",
                 )
-            if not isinstance(value, str) and key != "content":
+            if key == "tool_calls":
+                check_calls(value, f"{place}.{key}")
+            elif not isinstance(value, str) and key != "content":
                 raise _message_error(f"{place}.{key}", value, "a string")
 
 
@@ -233,7 +260,7 @@ def _mark(messages: Sequence[Message]) -> tuple[list[dict[str, object]], list[st
             value = fields.get(key)
             if isinstance(value, str):
                 fields[key] = mark(value)
-            elif isinstance(value, list):
+            elif key == "content" and isinstance(value, list):
                 fields[key] = [
                     {**part, "text": mark(part["text"])} if "text" in part else part
                     for part in value
@@ -242,15 +269,17 @@ def _mark(messages: Sequence[Message]) -> tuple[list[dict[str, object]], list[st
     return marked, texts
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Messages as templates see them: strings, and parts of strings."""
-    return [
-        {
-            key: for_template(value) if isinstance(value, list | tuple) else str(value)
-            for key, value in message.items()
-        }
-        for message in messages
-    ]
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates see them: strings, parts of strings, and tool calls."""
+    return [{key: _plain_value(key, value) for key, value in m.items()} for m in messages]
+
+
+def _plain_value(key: str, value: Any) -> object:
+    if key == "tool_calls":
+        return plain_calls(value)
+    if value is None:  # the content of an answer that only calls tools
+        return ""
+    return for_template(value) if isinstance(value, list | tuple) else str(value)
 
 
 def _split_marks(rendered: str, texts: Sequence[str]) -> list[tuple[str, bool]]:

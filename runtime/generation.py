@@ -6,12 +6,12 @@ one has a GPU for itself, steps run ahead of it, and text is made while the next
 
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inkrt.errors import RequestError
+from inkrt.errors import ContextLengthError, RequestError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.executor import Sampling
 from inkrt.runtime.logits import LogitsProcessor, check_processing, draw_rows
@@ -38,7 +38,7 @@ def check_request(
     ids = check_tokens(prompt, config)
     if len(ids) >= config.max_seq_len:
         rebuild = rebuild_with(config.rebuild_command, "--max-seq-len", len(ids) + 1)
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(ids)} tokens, this engine holds {config.max_seq_len} with the "
             f"output; shorten it to at most {config.max_seq_len - 1} or rebuild with: {rebuild}",
             param="prompt",
@@ -52,8 +52,20 @@ def check_request(
     return ids
 
 
+class SessionKeeper(Protocol):
+    """Who wants the sessions of requests that have ended."""
+
+    def keep(self, session: Session) -> None:
+        """Take over a session that nobody else uses any more."""
+        ...
+
+    def mark(self, session: Session) -> None:
+        """Look at a session that holds a whole prompt and nothing else; it goes on."""
+        ...
+
+
 class Generation:
-    """One running request. It owns its session and closes it when it ends.
+    """One running request. It owns its session and closes it, or hands it on, when it ends.
 
     Args:
         session: new; empty, or with the beginning of the prompt, which is not read again.
@@ -62,6 +74,7 @@ class Generation:
         tokenizer: makes the text; None leaves it empty.
         speculator: takes several tokens a step where it can; None takes one.
         features: rows in place of the embeddings of some tokens of the prompt.
+        keeper: gets the session when the request ends, unless a step has failed.
 
     Raises:
         RequestError: from the constructor, if a bad word has no tokens; the session is closed.
@@ -79,6 +92,7 @@ class Generation:
         tokenizer: Tokenizer | None,
         speculator: Speculator | None = None,
         features: FeatureRows | None = None,
+        keeper: SessionKeeper | None = None,
     ) -> None:
         config = session.config
         assert session.tokens == list(prompt[: session.length]), "of another prompt"
@@ -87,6 +101,7 @@ class Generation:
         self._session = session
         self._prompt = prompt
         self._features = features
+        self._keeper = keeper
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else config.model.eos_token_ids)
         self._stop_ids = self._eos.union(params.stop_token_ids)
@@ -139,10 +154,13 @@ class Generation:
             if not is_last:
                 return Delta("", ())
             self.state = "decode"
+            if self._keeper is not None:
+                self._keeper.mark(self._session)
             if self._processor is None:
                 return self._take(int(output.tokens[-1]))
             return self._take(self._draw(self._processor, output.logits))
         except BaseException:
+            self._keeper = None  # nobody knows what the session holds
             self.close()
             raise
 
@@ -153,8 +171,13 @@ class Generation:
 
     def close(self) -> None:
         """End the generation and give back its state; may be called again."""
+        if self.state == "finished":
+            return
         self.state = "finished"
-        self._session.close()
+        if self._keeper is None:
+            self._session.close()
+        else:
+            self._keeper.keep(self._session)
 
     def _decode(self) -> Delta:
         if self._speculator is None and self._processor is not None:
@@ -193,6 +216,8 @@ class Generation:
         return draw_rows(logits, processor, self._sampling, self._timeline)[0]
 
     def _take(self, token: int) -> Delta:
+        reader = None if self._processor is None else self._processor.logprobs
+        logprobs = () if reader is None else (reader.take(token, len(self._timeline)),)
         self._timeline.append(token)
         self._num_left -= 1
         is_eos = token in self._eos
@@ -210,7 +235,7 @@ class Generation:
             finish_reason = "length"
         if finish_reason is not None:
             self.close()
-        return Delta(text, (token,), finish_reason, stop_reason)
+        return Delta(text, (token,), finish_reason, stop_reason, logprobs=logprobs)
 
     def _text(self, tokens: Sequence[int], is_last: bool) -> str:
         if self._decoder is None:

@@ -5,9 +5,9 @@ in no promised order; it is not held while a caller's code runs.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -18,14 +18,17 @@ import msgspec
 from inkrt.errors import EngineFormatError, RequestError
 from inkrt.runtime.engine import Engine
 from inkrt.runtime.generation import Generation, check_request
+from inkrt.runtime.logits import grammar_mask
 from inkrt.runtime.media.encode import TowerInputs, encode
 from inkrt.runtime.media.messages import media_of
 from inkrt.runtime.media.prompt import expand, in_front
 from inkrt.runtime.media.reader import MediaReader
 from inkrt.runtime.media.rows import FeatureRows, place_rows, require_tower
-from inkrt.runtime.output import CompletionOutput, Delta, RequestOutput
+from inkrt.runtime.output import Delta, RequestOutput
+from inkrt.runtime.prefix_cache import PrefixCache
+from inkrt.runtime.request import Request
 from inkrt.runtime.sampling_params import SamplingParams
-from inkrt.runtime.session import check_tokens
+from inkrt.runtime.session import Session, check_tokens
 from inkrt.runtime.spec.config import Method, SpeculativeConfig
 from inkrt.runtime.spec.self_test import check_drafter
 from inkrt.runtime.spec.stats import SpeculationStats
@@ -37,29 +40,6 @@ if TYPE_CHECKING:
 # A mapping has "prompt" or "prompt_token_ids", and may have "images" and "audio".
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _MEDIA: dict[str, Kind] = {"images": "vision", "audio": "audio"}
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A validated request, waiting while `generation` is None."""
-
-    request_id: str
-    prompt: list[int]
-    params: SamplingParams
-    media: dict[Kind, list[TowerInputs]] = field(default_factory=dict)
-    generation: Generation | None = None
-    deltas: list[Delta] = field(default_factory=list)
-    has_ended: bool = False
-
-    def output(self) -> RequestOutput:
-        assert self.generation is not None
-        completion = CompletionOutput.join(self.deltas)
-        return RequestOutput(
-            self.request_id,
-            tuple(self.prompt),
-            (completion,),
-            speculation=self.generation.stats,
-        )
 
 
 class LLM:
@@ -74,6 +54,9 @@ class LLM:
         speculative: who proposes tokens and what becomes of them; None for `SpeculativeConfig()`:
             the engine's own drafter, if it has one. What is generated does not depend on it, but
             for accept "probabilistic": there other tokens of the same distribution come.
+        prefix_cache: keep the state of requests that have ended, for prompts that begin as they do
+            (see `prefix_cache`). What was read in other pieces may round otherwise, so tokens can
+            then depend on earlier requests, where two are about equally likely.
 
     Attributes:
         engine: the open engine; its sessions must not run beside this object's calls.
@@ -93,6 +76,7 @@ class LLM:
         *,
         verify: bool = False,
         speculative: SpeculativeConfig | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         chosen = SpeculativeConfig() if speculative is None else speculative
         if not isinstance(chosen, SpeculativeConfig):
@@ -115,6 +99,7 @@ class LLM:
         self._lock = threading.RLock()
         self._numbers = count()
         self._media = MediaReader(self.engine.folder, self.engine.config)
+        self._cache = PrefixCache(self.engine) if prefix_cache else None
 
     def generate(
         self,
@@ -148,21 +133,21 @@ class LLM:
         requests = []
         for i, prompt in enumerate(many):
             try:
-                requests.append(self._request(prompt, each[i]))
+                requests += self.prepare(prompt, [each[i]])
             except RequestError as error:
                 raise RequestError(f"prompts[{i}]: {error}", param=error.param) from None
-        waiting, running = deque(requests), deque[_Request]()
+        waiting, running = deque(requests), deque[Request]()
         try:
             while waiting or running:
-                while waiting and self._try_start(waiting[0], must=not running):
+                while waiting and self.try_start(waiting[0], must=not running):
                     running.append(waiting.popleft())
-                if self._advance(running[0]).finish_reason is None:
+                if self.advance(running[0]).finish_reason is None:
                     running.rotate(-1)
                 else:
-                    self._end(running.popleft())
+                    self.end(running.popleft())
         finally:
             for request in running:
-                self._end(request)
+                self.end(request)
         return [request.output() for request in requests]
 
     def stream(
@@ -177,7 +162,7 @@ class LLM:
             RequestError: the prompt is invalid; raised by this call.
             CapacityError: other requests hold all slots; raised with the first item.
         """
-        return self._stream(self._request(prompt, params))
+        return self._stream(*self.prepare(prompt, [params]))
 
     def chat(
         self, messages: "Sequence[Message]", params: SamplingParams | None = None
@@ -185,21 +170,57 @@ class LLM:
         """Answer one conversation.
 
         Args:
-            messages: objects with "role" and "content", optionally "name" and "reasoning_content".
-                Content is a string or a list of parts (see `media.messages`).
+            messages: objects with "role" and "content", optionally "name", "reasoning_content",
+                "tool_calls" and "tool_call_id". Content is a string or a list of parts (see
+                `media.messages`).
             params: sampling and stopping.
 
         Raises:
             RequestError: invalid messages, or the engine has no chat template.
             CapacityError: other requests hold all slots.
         """
-        return self.generate([self._encode_chat(messages)], params)[0]
+        return self.generate([self.chat_prompt(messages)], params)[0]
 
     def chat_stream(
         self, messages: "Sequence[Message]", params: SamplingParams | None = None
     ) -> Generator[Delta, None, None]:
         """Answer one conversation as `stream` does; arguments and errors are those of `chat`."""
-        return self.stream(self._encode_chat(messages), params)
+        return self.stream(self.chat_prompt(messages), params)
+
+    def chat_prompt(
+        self,
+        messages: "Sequence[Message]",
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> dict[str, Any]:
+        """The prompt that a conversation is, for the other methods.
+
+        Args:
+            messages: as for `chat`.
+            tools: function declarations; see `tool_messages`.
+            add_generation_prompt: end with the beginning of an answer.
+            variables: further ones of the chat template, e.g. reasoning_effort.
+
+        Raises:
+            RequestError: invalid messages or tools, or the engine has no chat template.
+        """
+        template, tokenizer = self.engine.chat_template, self.engine.tokenizer
+        if template is None or tokenizer is None:
+            raise RequestError(
+                "the engine has no chat template; use generate, or rebuild it from a checkpoint "
+                "with chat_template.jinja and tokenizer.json",
+                param="messages",
+            )
+        taken = ("messages", "tools", "add_generation_prompt", "tokenizer", "strftime_now")
+        own = dict(variables or {})
+        if name := next((name for name in own if name in taken), None):
+            raise RequestError(f"{name} is no variable to be set; leave it out", param=name)
+        tokens = template.encode_chat(
+            messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools, **own
+        )
+        return {"prompt_token_ids": tokens, **media_of(messages)}
 
     def prompt_tokens(self, prompt: "Prompt | Sequence[Message]") -> list[int]:
         """The token ids of a prompt or of messages, as a request reads them.
@@ -208,12 +229,14 @@ class LLM:
             RequestError: it is invalid.
         """
         is_chat = isinstance(prompt, Sequence) and any(isinstance(x, Mapping) for x in prompt)
-        given: Any = self._encode_chat(prompt) if is_chat else prompt  # type: ignore[arg-type]
+        given: Any = self.chat_prompt(prompt) if is_chat else prompt  # type: ignore[arg-type]
         return list(self._read(given)[0])
 
     def close(self) -> None:
         """Release all memory; running streams end with an error. May be called again."""
         with self._lock:
+            if self._cache is not None:
+                self._cache.clear()
             self.engine.close()
 
     def __enter__(self) -> Self:
@@ -227,12 +250,29 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None) -> _Request:
-        tokenizer = self.engine.tokenizer
-        own = params or self.default_params
-        ids, media = self._read(prompt)
-        ids = check_request(ids, own, self.engine.config, has_tokenizer=tokenizer is not None)
-        return _Request(f"request-{next(self._numbers)}", ids, own, media)
+    def prepare(self, prompt: Prompt, params: Sequence[SamplingParams | None]) -> list[Request]:
+        """Check requests for one prompt and read its media; takes nothing of the engine yet.
+
+        `try_start`, `advance` until a delta has a finish reason, and `end` run one; `generate` and
+        `stream` are made of them.
+
+        Args:
+            prompt: as for `stream`.
+            params: one request each.
+
+        Raises:
+            RequestError: the prompt is invalid, or the engine cannot do what is asked.
+        """
+        tokens, media = self._read(prompt)
+        config, has_tokenizer = self.engine.config, self.engine.tokenizer is not None
+        requests = []
+        for each in params:
+            own = each or self.default_params
+            ids = check_request(tokens, own, config, has_tokenizer=has_tokenizer)
+            grammar_mask(own, len(ids), config, self.engine.tokenizer)  # raises what is wrong
+            name = f"request-{next(self._numbers)}"
+            requests.append(Request(name, ids, own, dict(media)))
+        return requests
 
     def _read(self, prompt: Prompt) -> tuple[Sequence[int], dict[Kind, list[TowerInputs]]]:
         """Token ids with all placeholders, and what towers take of images and recordings."""
@@ -270,7 +310,11 @@ class LLM:
             )
         return check_tokens(prompt, self.engine.config)
 
-    def _features(self, request: _Request) -> FeatureRows | None:
+    def _session(self) -> Session:
+        """An empty session; what is kept for others makes room."""
+        return self.engine.session() if self._cache is None else self._cache.open(())
+
+    def _features(self, request: Request) -> FeatureRows | None:
         """What stands in place of the embeddings of the request's placeholders."""
         if not request.media:
             return None
@@ -283,60 +327,62 @@ class LLM:
         }
         return place_rows(request.prompt, rows, config)
 
-    def _encode_chat(self, messages: "Sequence[Message]") -> Prompt:
-        template, tokenizer = self.engine.chat_template, self.engine.tokenizer
-        if template is None or tokenizer is None:
-            raise RequestError(
-                "the engine has no chat template; use generate, or rebuild it from a checkpoint "
-                "with chat_template.jinja and tokenizer.json",
-                param="messages",
-            )
-        tokens = template.encode_chat(messages, tokenizer)
-        return {"prompt_token_ids": tokens, **media_of(messages)}
-
-    def _stream(self, request: _Request) -> Generator[Delta, None, None]:
+    def _stream(self, request: Request) -> Generator[Delta, None, None]:
         try:
-            self._try_start(request, must=True)
+            self.try_start(request, must=True)
             delta = Delta("", ())
             while delta.finish_reason is None:
-                delta = self._advance(request)
+                delta = self.advance(request)
                 if delta.token_ids:
                     yield delta
         finally:
-            self._end(request)
+            self.end(request)
 
-    def _try_start(self, request: _Request, *, must: bool) -> bool:
+    def try_start(self, request: Request, *, must: bool) -> bool:
         """Give a request its state.
 
         Returns:
             Whether there was room; if `must`, raises CapacityError instead of returning false.
         """
         with self._lock:
-            if not must and self.engine.states.num_free_slots == 0:
+            cache = self._cache
+            has_room = self.engine.states.num_free_slots > 0 if cache is None else cache.has_room
+            if not must and not has_room:
                 return False
             features = self._features(request)
             request.media.clear()  # large, and read
+            if features is not None:
+                cache = None  # placeholders of other images are the same tokens
+            session = self._session() if cache is None else cache.open(request.prompt)
+            request.num_cached = session.length
             request.generation = Generation(
-                self.engine.session(),
+                session,
                 request.prompt,
                 request.params,
                 self.engine.tokenizer,
                 None if self._drafting is None else self._drafting.speculator(),
                 features,
+                cache,
             )
+            request.started_s = time.perf_counter()
             return True
 
-    def _advance(self, request: _Request) -> Delta:
+    def advance(self, request: Request) -> Delta:
+        """Run one step of a started request, and keep what it adds."""
         assert request.generation is not None
         with self._lock:
             delta = request.generation.advance()
-        request.deltas.append(delta)
+        request.take(delta)
         return delta
 
-    def _end(self, request: _Request) -> None:
+    def end(self, request: Request) -> None:
+        """Give back the state of a request, if it has any; may be called again."""
         with self._lock:
-            if request.generation is not None and not request.has_ended:
-                request.has_ended = True
+            if request.has_ended:
+                return
+            request.has_ended = True
+            request.ended_s = time.perf_counter()
+            if request.generation is not None:
                 request.generation.close()
                 self.speculation.add(request.generation.stats)
 

@@ -7,6 +7,7 @@
                   l_t = l_t - p                               p presence; t in the output
     bad words:    l_t = -inf        t ends a bad word whose other tokens end the output
     min_tokens:   l_t = -inf        t ends the generation, and less than min_tokens came before
+    grammar:      l_t = -inf        t cannot come next
 
 in this order, in float32; `runtime/sampling.py` goes on from there. Each row of a step has the
 context of its own: a row behind drafts counts them as output. Nothing of the drafts is kept, so
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from inkrt.errors import RequestError
 from inkrt.runtime.engine_file import EngineConfig
 from inkrt.runtime.executor import Sampling
+from inkrt.runtime.grammar_mask import GrammarMask
+from inkrt.runtime.logprobs import LogprobReader
 from inkrt.runtime.sampling import draw
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.tokenizer import Tokenizer
@@ -38,6 +41,10 @@ class LogitsProcessor:
         vocab_size: V; ids of `params` and `bad_words` are below.
         end_ids: tokens that end the generation.
         bad_words: sequences of token ids that must not be generated.
+        grammar: of the request; None if it has none.
+
+    Attributes:
+        logprobs: keeps what the request wants to know of its tokens; None if it does not.
     """
 
     def __init__(
@@ -48,7 +55,9 @@ class LogitsProcessor:
         vocab_size: int,
         end_ids: Iterable[int] = (),
         bad_words: Iterable[Sequence[int]] = (),
+        grammar: GrammarMask | None = None,
     ) -> None:
+        self._grammar = grammar
         self._num_prompt = num_prompt
         self._vocab_size = vocab_size
         self._forbidden: NDArray[np.bool_] | None = None
@@ -73,6 +82,7 @@ class LogitsProcessor:
         self._in_prompt = np.zeros(vocab_size if self._has_penalty else 0, np.bool_)
         self._counts = np.zeros(vocab_size if self._has_penalty else 0, np.int32)
         self._num_counted = 0
+        self.logprobs = None if params.logprobs is None else LogprobReader(params.logprobs)
 
     @classmethod
     def make(
@@ -85,7 +95,7 @@ class LogitsProcessor:
         """The processor of a request that `check_processing` has let pass; None if it needs none.
 
         Raises:
-            RequestError: the tokenizer has no tokens for a bad word.
+            RequestError: the tokenizer has no tokens for a bad word, or the grammar cannot be used.
         """
         if not needs_processing(params):
             return None
@@ -98,6 +108,7 @@ class LogitsProcessor:
             vocab_size=config.model.vocab_size,
             end_ids=sorted(ends),
             bad_words=_encode_bad_words(params.bad_words, tokenizer),
+            grammar=grammar_mask(params, num_prompt, config, tokenizer),
         )
 
     def process(
@@ -120,6 +131,8 @@ class LogitsProcessor:
         """
         assert logits.shape[1:] == (self._vocab_size,), logits.shape
         assert len(logits) <= len(drafts) + 1, (logits.shape, len(drafts))
+        if self.logprobs is not None:
+            self.logprobs.read(logits, len(timeline))
         rows = np.array(logits, np.float32)
         if self._forbidden is not None:
             rows[:, self._forbidden] = _OFF
@@ -130,6 +143,8 @@ class LogitsProcessor:
             self._ban_words(row, timeline, drafts[:i])
             if len(timeline) + i - self._num_prompt < self._min_tokens:
                 row[self._ends] = _OFF
+        if self._grammar is not None:
+            self._grammar.apply(rows, timeline, drafts)
         return rows
 
     def _penalize(
@@ -170,7 +185,7 @@ class LogitsProcessor:
 
 
 def needs_processing(params: SamplingParams) -> bool:
-    """Whether a request changes its logits before temperature and filters."""
+    """Whether a request changes its logits before temperature and filters, or asks for them."""
     return (
         params.repetition_penalty != 1
         or params.frequency_penalty != 0
@@ -179,6 +194,31 @@ def needs_processing(params: SamplingParams) -> bool:
         or params.allowed_token_ids is not None
         or bool(params.logit_bias)
         or bool(params.bad_words)
+        or params.logprobs is not None
+        or params.grammar is not None
+    )
+
+
+def grammar_mask(
+    params: SamplingParams, num_prompt: int, config: EngineConfig, tokenizer: Tokenizer | None
+) -> GrammarMask | None:
+    """The grammar of a request, at its beginning; None if it has none.
+
+    Raises:
+        RequestError: it cannot be used.
+    """
+    if params.grammar is None:
+        return None
+    if tokenizer is None:
+        raise RequestError(
+            "grammar needs text, but the engine has no tokenizer.json", param="grammar"
+        )
+    return GrammarMask(
+        params.grammar,
+        tokenizer,
+        vocab_size=config.model.vocab_size,
+        end_ids=config.model.eos_token_ids,
+        num_prompt=num_prompt,
     )
 
 
@@ -219,8 +259,8 @@ def require_choice(row: NDArray[np.float32]) -> None:
     """
     if not _has_choice(row):
         raise RequestError(
-            "no token may come next: allowed_token_ids, bad_words, min_tokens and stop_token_ids "
-            "ban all that the model can generate; ban less",
+            "no token may come next: allowed_token_ids, bad_words, min_tokens, stop_token_ids and "
+            "grammar ban all that the model can generate; ban less",
             param="bad_words",
         )
 

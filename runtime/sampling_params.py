@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from inkrt.errors import RequestError
+from inkrt.runtime.grammar import Grammar
 
 MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
 # Temperatures below are greedy. At this one the likeliest token wins already, unless its logit is
 # within 0.0003 of the next; far below, and above the other, scaled logits leave float32.
 LEAST_TEMPERATURE = 1e-5
@@ -45,6 +47,10 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string, or the text of the token that ended
             generation, in the text.
         skip_special_tokens: leave special tokens out of the text.
+        logprobs: give the log-probability of each token, and of so many of the likeliest; at most
+            MAX_LOGPROBS. None gives none.
+        grammar: what the answer must be made of; None leaves it free. It ends the answer, so
+            min_tokens and ignore_eos do not go with it.
 
     Raises:
         RequestError: a value is out of range; `param` is the name of the field.
@@ -68,6 +74,8 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not _is_finite(self.temperature) or not 0 <= self.temperature <= _MOST_TEMPERATURE:
@@ -110,6 +118,18 @@ class SamplingParams:
             raise _error("min_tokens", self.min_tokens, "an integer of at least 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        if self.logprobs is not None and (
+            not _is_integer(self.logprobs) or not 0 <= self.logprobs <= MAX_LOGPROBS
+        ):
+            allowed = f"an integer from 0 to {MAX_LOGPROBS}, or None"
+            raise _error("logprobs", self.logprobs, allowed)
+        if self.grammar is not None:
+            if not isinstance(self.grammar, Grammar):
+                raise _error("grammar", self.grammar, "a Grammar, or None")
+            if self.ignore_eos or self.min_tokens:
+                name = "ignore_eos" if self.ignore_eos else "min_tokens"
+                message = f"{name} does not go with a grammar, which ends the answer; leave it out"
+                raise RequestError(message, param=name)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         ids = self.allowed_token_ids

@@ -7,11 +7,15 @@ parsed out of text only on request. Text of a user never becomes a marker.
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import tokenizers
 
 from inkrt.errors import EngineFormatError, RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -38,13 +42,15 @@ class Tokenizer:
             # The library leaves only "special" tokens unparsed on request; some models declare
             # their markers as ordinary added tokens, which text could then forge.
             content["added_tokens"] = [{**token, "special": True} for token in added]
-            self._library = tokenizers.Tokenizer.from_str(msgspec.json.encode(content).decode())
+            self._source = msgspec.json.encode(content).decode()
+            self._library = tokenizers.Tokenizer.from_str(self._source)
         except Exception as error:  # the library raises bare Exception for damaged files
             raise EngineFormatError(
                 f"cannot read {path}: {error}; copy the file again or rebuild the engine"
             ) from error
         # `encode_special_tokens` is state of the library's object, set before every use.
         self._lock = threading.Lock()
+        self._for_grammars: dict[tuple[int, tuple[int, ...]], LLTokenizer] = {}
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of a text; none is put before or after it.
@@ -82,6 +88,22 @@ class Tokenizer:
         kept = [t for t in tokens if not (skip_special_tokens and t in self._skipped)]
         text: str = self._library.decode(kept, skip_special_tokens=False)
         return text
+
+    def grammar_tokenizer(self, vocab_size: int, end_ids: tuple[int, ...]) -> "LLTokenizer":
+        """What llguidance makes of this tokenizer, made once: large ones take a second.
+
+        Args:
+            vocab_size: of the model's logits.
+            end_ids: tokens that may come when a grammar is complete.
+        """
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            key = vocab_size, end_ids
+            if key not in self._for_grammars:
+                made = LLTokenizer(self._source, n_vocab=vocab_size, eos_token=list(end_ids))
+                self._for_grammars[key] = made
+            return self._for_grammars[key]
 
     def _encode(self, text: str, parse_special: bool) -> tokenizers.Encoding:
         with self._lock:

@@ -196,9 +196,9 @@ def test_template_variables_cannot_carry_markers(tokenizer: Tokenizer) -> None:
             "messages[0].content[0] is of type audio, which only messages of a user can have",
         ),
         (
-            [{"role": "assistant", "content": "", "tool_calls": []}],
-            "messages[0] has the key 'tool_calls'; "
-            "supported are role, content, name, reasoning_content",
+            [{"role": "assistant", "content": "", "audio": []}],
+            "messages[0] has the key 'audio'; supported are role, content, name, "
+            "reasoning_content, tool_calls, tool_call_id",
         ),
         (
             [{"role": "user", "content": "", "name": 3}],

@@ -150,8 +150,8 @@ def test_a_row_without_any_token() -> None:
     with pytest.raises(RequestError) as caught:
         draw_rows(logits[:1], processor, Sampling(), [5, 7, 7])
     assert str(caught.value) == (
-        "no token may come next: allowed_token_ids, bad_words, min_tokens and stop_token_ids ban "
-        "all that the model can generate; ban less"
+        "no token may come next: allowed_token_ids, bad_words, min_tokens, stop_token_ids and "
+        "grammar ban all that the model can generate; ban less"
     )
     # A row behind a wrong draft is never drawn from.
     assert draw_rows(logits, processor, Sampling(), [5, 7], [3, 7]) == [7]

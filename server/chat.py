@@ -1,0 +1,259 @@
+"""POST /v1/chat/completions: one or several answers to a conversation, at once or as they come."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from inkrt.runtime.answer.parts import CallDelta
+from inkrt.runtime.answer.reader import AnswerPiece, AnswerReader
+from inkrt.runtime.async_llm import Answers
+from inkrt.runtime.output import Delta, TokenLogprob
+from inkrt.runtime.tokenizer import Tokenizer
+from inkrt.server.chat_request import ChatPlan, plan_chat
+from inkrt.server.errors import api_error
+from inkrt.server.event_stream import DONE, PING, EventStream, event, unless_gone
+from inkrt.server.fields import check_extra
+from inkrt.server.logprobs import chat_logprobs
+from inkrt.server.params import num_choices, params_of_choices
+from inkrt.server.protocol import ChatRequest
+from inkrt.server.service import Service
+from inkrt.server.structured import by_own_names
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    service: Service = request.app.state.service
+    headers = check_extra(body.model_extra, request.state.request_id)
+    service.check_model(body.model)
+    service.require_open()
+    number = num_choices(body, 1, service.settings.max_choices)
+    llm, tokenizer = service.llm.llm, service.tokenizer
+    with by_own_names(body):
+        plan = await asyncio.to_thread(plan_chat, body, llm, tokenizer)
+        params = params_of_choices(plan.engine_params(), number)
+        requests = await service.llm.prepare(plan.prompt, params)
+    answers = service.submit(requests)
+    chat = _Chat(service, body, plan, tokenizer, answers)
+    if body.stream:
+        return EventStream(chat.events(), chat.end, headers)
+    try:
+        made = await unless_gone(request, chat.complete())
+    finally:
+        chat.end()
+    return JSONResponse(made, headers=headers)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One answer, as far as it has come."""
+
+    reader: AnswerReader
+    reasoning: str = ""
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    is_counted: bool = False
+
+    def take(self, piece: AnswerPiece) -> None:
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        for part in piece.parts:
+            self.reasoning += part.reasoning
+            self.content += part.content
+            if part.call is not None and part.call.name is not None:
+                self.calls.append(_call(part.call))
+            elif part.call is not None:
+                self.calls[part.call.index]["function"]["arguments"] += part.call.arguments
+
+
+class _Chat:
+    """The answers to one request."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatRequest,
+        plan: ChatPlan,
+        tokenizer: Tokenizer,
+        answers: Answers,
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._tokenizer = tokenizer
+        self._answers = answers
+        self._shows_reasoning = body.include_reasoning is not False
+        self._wants_logprobs = bool(body.logprobs)
+        self._wants_ids = bool(body.return_token_ids)
+        self._prompt = answers.requests[0].prompt
+        self._choices = [_Choice(plan.reader(tokenizer, self._prompt)) for _ in answers.requests]
+        self._head = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.model or service.name,
+            "system_fingerprint": service.fingerprint,
+        }
+
+    def end(self) -> None:
+        """Give up what still runs."""
+        for choice, request in zip(self._choices, self._answers.requests, strict=True):
+            if not choice.is_counted:
+                choice.is_counted = True
+                self._service.metrics.count_answer(request, "abort", choice.reader.num_tokens)
+        self._service.end(self._answers)
+
+    async def complete(self) -> dict[str, Any]:
+        """All answers when they are complete."""
+        async for item in self._service.deltas(self._answers):
+            if item is not None:
+                self._read(*item)
+        body = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._complete(i, choice) for i, choice in enumerate(self._choices)],
+            "usage": self._usage(),
+        }
+        return {**body, "prompt_token_ids": self._prompt} if self._wants_ids else body
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answers as they come."""
+        try:
+            for index in range(len(self._choices)):
+                yield self._chunk(index, {"role": "assistant", "content": ""}, is_first=True)
+            async for item in self._service.deltas(self._answers):
+                if item is None:
+                    yield PING
+                    continue
+                index, delta = item
+                piece = self._read(index, delta)
+                choice = self._choices[index]
+                if body := self._delta(piece):
+                    yield self._chunk(index, body, piece=piece)
+                elif piece.token_ids and (self._wants_ids or piece.logprobs):
+                    yield self._chunk(index, {}, piece=piece)
+                if choice.reader.end is not None:
+                    yield self._chunk(index, {}, choice=choice)
+            options = self._body.stream_options
+            if options is not None and options.include_usage:
+                yield self._event([], usage=self._usage())
+        except Exception as error:
+            told = api_error(error)
+            self._service.log_failure(error, told)
+            yield event(told.envelope())
+            return
+        yield DONE
+
+    def _read(self, index: int, delta: Delta) -> AnswerPiece:
+        choice = self._choices[index]
+        piece = choice.reader.push(delta)
+        choice.take(piece)
+        if (end := choice.reader.end) is not None:
+            self._answers.cancel(index)  # it may have ended before its generation
+            choice.is_counted = True
+            request = self._answers.requests[index]
+            self._service.metrics.count_answer(request, end, choice.reader.num_tokens)
+        return piece
+
+    def _usage(self) -> dict[str, Any]:
+        return self._service.usage(
+            self._answers,
+            sum(choice.reader.num_tokens for choice in self._choices),
+            sum(choice.reader.num_reasoning_tokens for choice in self._choices),
+        )
+
+    def _complete(self, index: int, choice: _Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": choice.content or (None if choice.calls else ""),
+            "refusal": None,
+        }
+        if choice.reasoning and self._shows_reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            message["tool_calls"] = choice.calls
+        made = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": choice.reader.end,
+            "stop_reason": choice.reader.stop_reason,
+        }
+        return {**made, "token_ids": choice.token_ids} if self._wants_ids else made
+
+    def _delta(self, piece: AnswerPiece) -> dict[str, Any]:
+        """What a piece adds to a message; empty if nothing."""
+        reasoning = "".join(part.reasoning for part in piece.parts)
+        content = "".join(part.content for part in piece.parts)
+        body: dict[str, Any] = {}
+        if reasoning and self._shows_reasoning:
+            body["reasoning_content"] = reasoning
+        if content:
+            body["content"] = content
+        calls = _merged(part.call for part in piece.parts if part.call is not None)
+        return {**body, "tool_calls": calls} if calls else body
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        *,
+        piece: AnswerPiece | None = None,
+        choice: _Choice | None = None,
+        is_first: bool = False,
+    ) -> bytes:
+        """An event about one answer; with `choice`, the one that says why it ended."""
+        made: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None if piece is None else self._logprobs(piece.logprobs),
+            "finish_reason": None if choice is None else choice.reader.end,
+        }
+        if choice is not None:
+            made["stop_reason"] = choice.reader.stop_reason
+        if piece is not None and self._wants_ids:
+            made["token_ids"] = piece.token_ids
+        if is_first and self._wants_ids:
+            return self._event([made], prompt_token_ids=self._prompt)
+        return self._event([made])
+
+    def _event(self, choices: Sequence[Mapping[str, Any]], **further: object) -> bytes:
+        return event(
+            {**self._head, "object": "chat.completion.chunk", "choices": choices, **further}
+        )
+
+    def _logprobs(self, items: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        return chat_logprobs(items, self._tokenizer) if self._wants_logprobs else None
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    """The first piece of a call, as clients see it."""
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _merged(calls: Iterable[CallDelta]) -> list[dict[str, Any]]:
+    """Pieces of calls, one for each call."""
+    made: dict[int, dict[str, Any]] = {}
+    for call in calls:
+        if call.index in made:
+            made[call.index]["function"]["arguments"] += call.arguments
+        elif call.name is not None:
+            made[call.index] = {"index": call.index, **_call(call)}
+        else:
+            made[call.index] = {
+                "index": call.index,
+                "function": {"arguments": call.arguments},
+            }
+    return list(made.values())
