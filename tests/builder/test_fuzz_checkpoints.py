@@ -289,11 +289,11 @@ def test_rows_that_no_model_has() -> None:
 
 
 def test_two_lines_would_be_noticed() -> None:
-    class Unescaped(EngineFormatError):
+    class UnescapedError(EngineFormatError):
         __str__ = Exception.__str__
 
     def use() -> NoReturn:
-        raise Unescaped("one\ntwo")
+        raise UnescapedError("one\ntwo")
 
     with pytest.raises(RuntimeError, match="not one line"):
         is_accepted(use)
