@@ -332,9 +332,7 @@ def read_json(path: Path) -> dict[str, Any]:
             f"cannot read {path} ({error.strerror}); a checkpoint folder has it beside its shards"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is not valid JSON ({error}); download it again"
-        ) from None
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value

@@ -87,12 +87,9 @@ class BuildOptions:
         default="checkpoint",
         metadata={"help": "decode quantized experts, exactly; checkpoint: as they are"},
     )
-    sums: Literal["mix", "pushed", "streamed"] = field(
+    sums: Literal["mix", "pushed"] = field(
         default="mix",
-        metadata={
-            "help": "of several ranks on GPUs; pushed: products send their sums themselves; "
-            "streamed: experts do, and go on with the next layer's projections"
-        },
+        metadata={"help": "of several ranks on GPUs; pushed: products send their sums themselves"},
     )
     weights: Literal["real", "dummy"] = field(
         default="real", metadata={"help": "dummy: no weight files, a fixed pattern at run time"}
@@ -128,7 +125,7 @@ class BuildOptions:
             ("towers", ("auto", "none")),
             ("projections", ("checkpoint", "mxfp8", "nvfp4")),
             ("experts", ("checkpoint", "bf16")),
-            ("sums", ("mix", "pushed", "streamed")),
+            ("sums", ("mix", "pushed")),
             ("weights", ("real", "dummy")),
             ("moe_split", ("experts", "width")),
         ):

@@ -16,10 +16,9 @@ from inkrt.builder.passes.fuse_flint_moe import fuse_flint_moe
 from inkrt.builder.passes.fuse_linear_group import fuse_linear_group
 from inkrt.builder.passes.fuse_lm_head_sample import fuse_lm_head_sample
 from inkrt.builder.passes.fuse_moe import fuse_moe
-from inkrt.builder.passes.fuse_next_projections import fuse_next_projections
 from inkrt.builder.passes.fuse_norm_qkv_rope import fuse_norm_qkv_rope
 from inkrt.builder.passes.fuse_norm_router_shared import fuse_norm_router_shared
-from inkrt.builder.passes.fuse_pushed_sums import fuse_pushed_experts, fuse_pushed_sums
+from inkrt.builder.passes.fuse_pushed_sums import fuse_pushed_sums
 from inkrt.builder.passes.fuse_qkv_post import fuse_qkv_post
 from inkrt.builder.passes.place_collectives import place_collectives
 from inkrt.builder.trace import StepGraph
@@ -44,11 +43,10 @@ PASSES: tuple[Pass, ...] = (
 
 # Behind the fusions. Of a target's kernels they ask whether what they would make can run.
 TARGET_PASSES: tuple[TargetPass, ...] = (fuse_flint_layers,)
-Sums = Literal["mix", "pushed", "streamed"]
+Sums = Literal["mix", "pushed"]
 _SUM_PASSES: dict[Sums, tuple[TargetPass, ...]] = {
     "mix": (),
     "pushed": (fuse_pushed_sums,),
-    "streamed": (fuse_pushed_experts, fuse_next_projections),
 }
 
 
@@ -61,8 +59,7 @@ def passes_for(
         target: what plans are lowered for; operators' references need no passes of their own.
         keeps_intermediates: whether a parity report will read what every launch of the common
             passes wrote, which nothing may merge then.
-        sums: "pushed", products of several ranks send their parts of a sum themselves; "streamed",
-            experts do, and go on with the next layer's projections.
+        sums: "pushed", products of several ranks send their parts of a sum themselves.
     """
     if target == "cpu" or keeps_intermediates:
         return PASSES

@@ -14,33 +14,22 @@ from inkrt.builder.trace import StepGraph
 
 def fuse_pushed_sums(graph: StepGraph, target: str) -> StepGraph:
     """Fuse every mix of several ranks with the product before it, if the target has kernels."""
-    return _fuse_all(graph, target, ("linear", "moe"))
-
-
-def fuse_pushed_experts(graph: StepGraph, target: str) -> StepGraph:
-    """The same for experts only."""
-    return _fuse_all(graph, target, ("moe",))
-
-
-def _fuse_all(graph: StepGraph, target: str, products: tuple[str, ...]) -> StepGraph:
     for mix in calls(graph.module.graph, "allreduce_conv_mix"):
-        _fuse(mix, target, products)
+        _fuse(mix, target)
     graph.module.graph.eliminate_dead_code()
     return graph
 
 
-def _fuse(mix: Node, target: str, products: tuple[str, ...]) -> None:
+def _fuse(mix: Node, target: str) -> None:
     args = arguments(mix)
     partial = args.pop("partial")
-    names = [name for name in products if is_call(partial, name)]
+    names = [name for name in ("linear", "moe") if is_call(partial, name)]
     if args["tp_size"] == 1 or not names or len(partial.users) > 1:
         return
     product = arguments(partial)
     if not product.pop("partial"):
         return
     name = f"{names[0]}_conv_mix"
-    if names[0] == "moe":
-        args |= {"weights": [], "query_of": []}
     if not find_tactics(name, target, call_args(product | args)):
         return
     fused = insert_call(mix, name, product | args, partial)

@@ -1,20 +1,18 @@
 """Times of the kernels of `moe` at the sizes of Inkling-2, each beside its floor. Needs an H200.
 
     python perf/kernels/moe.py [--formats nvfp4 mxfp8 bf16] [--tokens 1 2 4 8] [--tp 4 2] [--phases]
-        [--most-stages 8] [--tactics moe_beside_words_bulk ...]
+        [--most-stages 8] [--tactics moe_beside_words ...]
 
 A line is a graph of launches with programmatic edges, each on other tokens, so that experts come
 from device memory; router weights rotate. "spaced" is the same with a launch of nine small blocks
 in front of each, beside which a router's weights can come as they do in a step; the first line says
-what such launches take alone. It is the figure by which one and two launches are to be compared.
-Floors are the bytes of the experts that these tokens chose over 4.55 TB/s. `--phases` adds where a
-block of the experts is when, behind its wait: the median over blocks and the latest, of clocks that
-kernels of the same code with TRACE write in the last launch of a chain. They take a little longer.
-"scores here" is when they are only where the experts' launch is its own router, which has no times
-of its own then (0). "routed" is where the first weights' addresses are known, "requested" where all
-copies of the first warp's first stages have been taken, which they are when others make room.
-In early tactics nobody meets: "met" is where the first warp's tiles are done, "hidden here"
-where its first activations are. `--most-stages` caps the stages that a warp has on their way.
+what such launches take alone. Floors are the bytes of the experts that these tokens chose over
+4.55 TB/s. `--phases` adds where a block of the experts is when, behind its wait: the median over
+blocks and the latest, of clocks that kernels of the same code with TRACE write in the last launch
+of a chain. They take a little longer. "asked" is where scores and rows are on their way, "routed"
+where the first weights' addresses are known, "requested" where all copies of the first warp's first
+stages have been taken, which they are when others make room. `--most-stages` caps the stages that a
+warp has on their way.
 """
 
 import argparse
@@ -42,7 +40,7 @@ BYTES_PER_US = 4.55e6
 RANK = 1
 # Events of experts.cu, as its MARKs number them; all but the barriers are those of the first warp.
 PHASES = (
-    "ready", "waited", "scores here", "routed", "requested", "z here", "gate/up done", "met",
+    "ready", "waited", "asked", "routed", "requested", "z here", "gate/up done", "met",
     "hidden here", "down done", "block done", "out",
 )  # fmt: skip
 SPACER = KernelLaunch(

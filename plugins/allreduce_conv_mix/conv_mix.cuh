@@ -38,7 +38,7 @@ struct Shared {
 
 template <class Source>
 struct ConvMix {
-  static constexpr bool WAITS_LATE = false, HANDS_ON = false;
+  static constexpr bool WAITS_LATE = false;
 
   Source source;
   int token;

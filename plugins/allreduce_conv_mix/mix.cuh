@@ -87,7 +87,7 @@ INK_DEVICE int tree_place(int lane) {
 //     finish(column, i, s, c, r)  takes c_j = a_ij r_j and r = 1 / rms(out_i)
 // Where WAITS_LATE is set, what `first` and `last` read needs no wait; behind the wait comes
 //     late(column, s)          stores that may not come earlier
-// and `finish`, unless HANDS_ON is set too: then it comes first, as somebody awaits what it gives.
+// and `finish`.
 template <int COLUMNS, int N, int M>
 struct Mix {
   static constexpr int SLICES = (COLUMNS + SLICE - 1) / SLICE, ROW_WARPS = SLICES * MIX_WARPS;
@@ -303,12 +303,11 @@ struct Mix {
     const float total = SLICES > 1 ? exchange(sum, words, slice, before, error) : sum;
     if (tid < SUMS) m.weights.totals[tid] = total;
     weigh_all<MIX_WARPS>(m.weights, eps);
-    if (Inputs::HANDS_ON && is_live) finish(m.weights, inputs, column, s);
     if constexpr (Inputs::WAITS_LATE) {
       wait_for_launches();
       if (is_live) inputs.late(column, s);
     }
-    if (!Inputs::HANDS_ON && is_live) finish(m.weights, inputs, column, s);
+    if (is_live) finish(m.weights, inputs, column, s);
   }
 
   // A token a cluster, of MIX_CLUSTER blocks of CLUSTER_WARPS warps; `rank`: this block's. Whole
@@ -350,12 +349,11 @@ struct Mix {
       m.weights.totals[i] = total;
     }
     weigh_all<CLUSTER_WARPS>(m.weights, eps);
-    if (Inputs::HANDS_ON) finish(m.weights, inputs, column, s);
     if constexpr (Inputs::WAITS_LATE) {
       wait_for_launches();
       inputs.late(column, s);
     }
-    if (!Inputs::HANDS_ON) finish(m.weights, inputs, column, s);
+    finish(m.weights, inputs, column, s);
   }
 
   // All slices of a token a block; waits for the kernels before.

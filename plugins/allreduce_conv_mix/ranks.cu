@@ -5,22 +5,16 @@
 //
 // SENT: the launch before has sent the parts, this rank's to itself, too (push.cuh). Nothing but
 // their words is waited for until results are stored, and `partial` is not read.
-// HANDS: that launch goes on with what this one makes (moe/projections.cuh), so the mixes are also
-// words of its slot. SENT only.
 #include "all_reduce/lamport.cuh"
 #include "allreduce_conv_mix/conv_mix.cuh"
 
 #ifndef SENT
 #define SENT 0
 #endif
-#ifndef HANDS
-#define HANDS 0
-#endif
-static_assert((SENT && NORMS) || !HANDS, "who sends goes on, with products of bf16 rows");
 
 // Of rows that other blocks wait for, too, those that a thread asks for at once: more would not fit
 // its registers.
-constexpr int AT_ONCE = RANKS <= 2 ? 3 : 3 - (RANKS > 4) - (SPLIT == 2 || HANDS);
+constexpr int AT_ONCE = RANKS <= 2 ? 3 : 3 - (RANKS > 4) - (SPLIT == 2);
 
 // The sums of the rows that a thread convolves, in the model's dtype.
 struct SumOfRanks {
@@ -84,12 +78,7 @@ struct SumOfRanks {
 
 struct RankedConvMix : ConvMix<SumOfRanks> {
   static_assert(RING_IS_WIDE, "rows are stored while others convolve");
-  static constexpr bool WAITS_LATE = SENT, HANDS_ON = HANDS;
-#if HANDS
-  bf16* mixed;  // two slots of results
-  u64* soon;
-  u32 turn;
-#endif
+  static constexpr bool WAITS_LATE = SENT;
 
   INK_DEVICE void first(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
     source.send(column);
@@ -99,9 +88,6 @@ struct RankedConvMix : ConvMix<SumOfRanks> {
   INK_DEVICE void last(int column, Four (&s)[MIX_SOURCES]) {
     using namespace short_conv;
     source.receive(column);
-#if HANDS
-    if (token == 0 && column == 0) store_relaxed(soon, turn + 1);
-#endif
 #pragma unroll
     for (int i = 0; i < TAPS; i++) {
       const int back = PAST - i, own = ROWS - 1 - back;
@@ -116,16 +102,6 @@ struct RankedConvMix : ConvMix<SumOfRanks> {
       store_in_ring(column);
     }
   }
-#if HANDS
-  INK_DEVICE void finish(int column, int i, const Four (&s)[MIX_SOURCES],
-                         const float (&c)[MIX_SOURCES], float inverse) {
-    const Four y = result(i, s, c, inverse);
-    const size_t slot = (turn & 1) * (size_t)QUERIES * num_rows * WIDTH, to = result_at(column, i);
-    const u64 low = pack_bf16(y.v[0], y.v[1]), high = pack_bf16(y.v[2], y.v[3]);
-    store_relaxed((u64*)(mixed + slot + to), high << 32 | low);
-    store_four<false>(out, to, y);
-  }
-#endif
   // Like all results of a launch, behind the wait.
   INK_DEVICE void late(int column, const Four (&s)[MIX_SOURCES]) {
     store_four<KEEPS_FLOAT32>(residual_out, at(column), s[FORMER]);
@@ -144,10 +120,6 @@ extern "C" __global__ void MIX_BOUNDS
                    u64* words,
 #endif
                    int* error, const Peers* peers
-#if HANDS
-                   ,
-                   bf16* mixed, u64* soon, const u32* turns
-#endif
     ) {
   auto& memory = ((Shared*)dynamic_smem())->mix;
   if (TRIGGER == 0) pdl_trigger();
@@ -156,10 +128,6 @@ extern "C" __global__ void MIX_BOUNDS
   row.bind(token, short_conv::load_step(position, num_tokens, slot), conv_weight, conv_state,
            residual, {s0, s1, s2, s3, s4, s5, s6, s7, s8}, queries, {w0, w1, w2}, residual_out, out,
            num_rows);
-#if HANDS
-  // Block 0 of the launch before tells the next turn only when it has what is handed over here.
-  row.mixed = mixed, row.soon = soon, row.turn = load_act4(turns);
-#endif
   const ResidualMix::Eps eps = {mix_eps, norm_eps};
 #if SPLIT == 2
   ResidualMix::cluster(memory, row, block, eps);

@@ -12,40 +12,18 @@
 // PART vectors, one warp's each, added the same way. So bits depend on neither T nor BLOCKS.
 //
 // BY_WORDS: blocks do not wait at a counter but for the activations themselves (words.cuh).
-// OWN_SCORES: the launch is its own router (own_scores.cuh). By words only.
 // SHARE_ROWS: row tiles that do not go round all blocks are shared by all, unit by unit, and a
 // block each adds up what the others hand to it, by words too. Several tokens only.
-// EARLY: no warp waits for activations but those of the expert that it multiplies next (early.cuh).
-// By words only.
 // PUSHES: values go to all ranks at once, see push.cuh; `out` is a table of peers.
-// PROJECTS: behind them come the input projections of what follows, see projections.cuh. A warp's
-// stages have RING_BYTES.
 // TRACE: that many clocks of every block, taken by its first thread.
-#ifndef EARLY
-#define EARLY 0
-#endif
 #include "rows.cuh"
 #include "work.cuh"
-#if EARLY
-#include "early.cuh"
-#endif
-#if OWN_SCORES
-#include "own_scores.cuh"
-#endif
+
 #ifndef PUSHES
 #define PUSHES 0
 #endif
 #if PUSHES
 #include "all_reduce/push.cuh"
-#endif
-
-#ifndef PROJECTS
-#define PROJECTS 0
-#endif
-#if PROJECTS
-#include "projections.cuh"
-#else
-#define RING_BYTES (STAGES * STAGE_BYTES)
 #endif
 
 #ifndef TRACE
@@ -60,27 +38,15 @@
 
 static_assert(!BY_WORDS || HIDDEN_SHARED, "they go to shared memory");
 static_assert(!PUSHES || (TRIGGER == 1 && IS_PARTIAL && !IS_CHUNK), "see push.cuh");
-static_assert(!EARLY || (BY_WORDS && !IS_CHUNK), "rows come word by word");
-static_assert(!PROJECTS || (PUSHES && BY_WORDS), "what is behind waits for words");
-static_assert(STAGES * STAGE_BYTES <= RING_BYTES, "room for stages");
-static_assert(!OWN_SCORES || (BY_WORDS && !IS_CHUNK), "scores are words of all tokens");
 
 // Rows are padded, so that they start in different banks.
 constexpr int Z_STRIDE = HIDDEN + 8, HIDDEN_STRIDE = DOWN_VECTORS * VECTOR_K + 8;
 using Partial = float[TOKEN_COLUMNS * TOP_K * PARTS * 16];  // [token][slot][part][row]
 struct Shared {
-  alignas(128) u8 stages[WARPS][RING_BYTES];
-#if EARLY && ONE_TOKEN
-  alignas(16) bf16 hidden[TOKENS * TOP_K * HIDDEN_STRIDE];
-  alignas(16) Partial partial[MOST_ROW_TILES];
-#endif
+  alignas(128) u8 stages[WARPS][STAGES * STAGE_BYTES];
   union {
     alignas(16) bf16 z[TOKENS * Z_STRIDE];
-#if PROJECTS
-    alignas(16) bf16 x[TOKENS * X_STRIDE];
-#endif
-#if EARLY && ONE_TOKEN
-#elif HIDDEN_SHARED
+#if HIDDEN_SHARED
     alignas(16) bf16 hidden[TOKENS * TOP_K * HIDDEN_STRIDE];
 #else
     alignas(16) Partial partial[MOST_ROW_TILES];
@@ -89,29 +55,17 @@ struct Shared {
   union {
     alignas(16) float sums[SUM_BUFFERS][TURNS][WARPS][SLICE_SUMS];
     Candidates candidates;  // before there are sums
-#if HIDDEN_SHARED && !(EARLY && ONE_TOKEN)
+#if HIDDEN_SHARED
     alignas(16) Partial partial[MOST_ROW_TILES];
 #endif
   };
   Route route;
-  u64 first[WARPS][STAGES];  // barriers of the stages, or of the first ones
-#if EARLY
-  Early early;
-#endif
-#if OWN_SCORES
-  OwnScores scores;
-#endif
+  u64 first[WARPS][STAGES];  // barriers of the first stages
 #if PUSHES
   Push push;
 #endif
-#if PROJECTS
-  ProjectionMemory projections;
-#endif
 };
 
-#if PROJECTS
-static_assert(sizeof(float) * WARPS * TILE_SUMS <= sizeof Shared::sums, "projections' sums");
-#endif
 static_assert(sizeof(Candidates) <= sizeof Shared::sums, "no more than sums");
 
 // a = cap(g; 4) sigmoid(g) cap(u; 25) of rounded g and u, with the model's caps.
@@ -123,13 +77,7 @@ INK_DEVICE bf16 activation(float gate, float up) {
 
 // rows: of the whole step; first: the row that this launch begins with.
 extern "C" __global__ void __maxnreg__(REGISTERS)
-    moe_experts(const bf16* x,
-#if OWN_SCORES
-                const float* router_weight, float* words,
-#else
-                const float* scores,
-#endif
-                const float* bias, const int* rank,
+    moe_experts(const bf16* x, const float* scores, const float* bias, const int* rank,
                 const u8* gate_up, const float* gate_up_scale, const u8* down,
                 const float* down_scale,
 #if BY_WORDS
@@ -145,11 +93,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                 const int* live_rows,
 #endif
                 int rows, int first
-#if PROJECTS
-                ,
-                const u8* w0, const u8* w1, const u8* w2, const u8* w3, const u8* w4, const u8* w5,
-                const u8* w6, const u8* w7, bf16* products, bf16* mixed, const u64* soon
-#endif
 #if TRACE
                 ,
                 long long* trace
@@ -157,10 +100,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 ) {
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, b = blockIdx.x;
-#if OWN_SCORES
-  static_assert(ROUTER_ROWS * HIDDEN * 4 <= sizeof sm.stages, "stages have no weights yet");
-  request_router(sm.scores, &sm.stages[0][0], router_weight, b);
-#endif
   if (lane < STAGES) mbar_init(&sm.first[warp][lane], 1);
   float gate_unit = UNIT, down_unit = UNIT;
   if (FORMAT == FORMAT_NVFP4 && tid < OWN_EXPERTS) {
@@ -170,16 +109,10 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   const PerExpert own_bias = load_bias(bias);
   Candidates& candidates = sm.candidates;
   clear_route(candidates, sm.route);
-#if EARLY
-  sm.early.begin();
-#endif
   const Route& choice = sm.route;
   Work work(gate_up, down, choice, b, warp);
   Piece my_piece = {down, 0, 0, 0};  // of stage `lane`
   if (IS_KNOWN) my_piece = work.piece(lane);
-#if PROJECTS
-  sm.projections.init();
-#endif
 #if PUSHES
   const Peers* const peers = (const Peers*)out;
   const Push::Asked asked = Push::asked(peers, error, live_rows);
@@ -195,16 +128,9 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   if (T <= 0) return;  // every block alike
 #endif
   // What the choice needs first, and all before the weights: small loads queue behind large ones.
-#if OWN_SCORES
-#if ONE_TOKEN
-  RouterShare share;
-  if (num_router_rows(b)) share.load(x);
-#endif
-#else
   const float* const own_scores = scores + (size_t)first * EXPERTS;
   PerExpert score;
   if (token_of_warp() < T) score = load_scores(own_scores + token_of_warp() * EXPERTS);
-#endif
   const int first_expert = HAS_RANK ? load_act_int(rank) * OWN_EXPERTS : 0;
 #if BY_WORDS
   const u32 turn = load_act4(turns + b);
@@ -212,28 +138,12 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #if PUSHES
   const u32 push_word = Push::word_of(asked);
 #endif
-#if OWN_SCORES
-  touch_scores(words, b);
-#endif
   Rows<HIDDEN / 8, TOKENS, THREADS> z_rows;
   z_rows.load(x + (size_t)first * HIDDEN, T);
-#if OWN_SCORES
-  float* const own_scores = words + (turn & 1) * TOKENS * EXPERTS;
-  empty_scores(words + (~turn & 1) * TOKENS * EXPERTS, b);
-  z_rows.store(sm.z, Z_STRIDE, T);  // now, as it stands in registers
-#if ONE_TOKEN
-  send_scores(sm.scores, &sm.stages[0][0], share, own_scores, b, error);
-#else
-  __syncthreads();
-  send_scores(sm.scores, &sm.stages[0][0], {sm.z, Z_STRIDE}, own_scores, b, error);
-#endif
-  PerExpert score;
-  if (token_of_warp() < T) score = receive_scores(own_scores + token_of_warp() * EXPERTS, error);
-#endif
   MARK(2);
   top_experts(score, own_bias, first_expert, T, candidates, sm.route);
-  Stages<STAGES, STAGE_BYTES, BY_BULK, MANY_STAGES, Work> stages = {sm.stages[warp],
-                                                                    sm.first[warp], lane, work};
+  Stages<STAGES, STAGE_BYTES, MANY_STAGES, Work> stages = {sm.stages[warp], sm.first[warp], lane,
+                                                          work};
   Source source;
   if (IS_KNOWN) source = my_piece.of(candidates.best[0][my_piece.u]);
   const Choice chosen = load_choice(own_scores, T, candidates);
@@ -264,21 +174,13 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   turn_over<THREADS>((bf16*)(parts + (~turn & 1) * PART_VALUES), (const bf16*)handed,
                      PART_VALUES / 4, b, BLOCKS);
 #endif
-#if PROJECTS
-  constexpr int MIXED_VALUES = MIXED_QUERIES * TOKENS * HIDDEN;
-  const bf16* const inputs = mixed + (turn & 1) * MIXED_VALUES;
-  turn_over<THREADS>(mixed + (~turn & 1) * MIXED_VALUES, inputs, MIXED_VALUES / 8, b, BLOCKS);
-#else
   if (tid == 0) turns[b] = turn + 1;  // all have read it
-#endif
 #endif
 #if PUSHES
   sm.push.keep(push_word, peers);
 #endif
   weigh(chosen, first_expert, ROUTE_SCALE, T, candidates, sm.route);
-#if !OWN_SCORES
   z_rows.store(sm.z, Z_STRIDE, T);
-#endif
   __syncthreads();
   MARK(5);
 
@@ -329,25 +231,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
         activate(t, g, column + e, e ? even[1] + odd[1] : even[0] + odd[0],
                  e ? even[3] + odd[3] : even[2] + odd[2]);
   }
-#if EARLY
-  int tile_number = 0;  // of the warp's shared ones
-#pragma unroll 1
-  for (int t = own + my_tile; my_vectors && t < end; t += TILES_AT_ONCE, tile_number++) {
-    float(&sums)[WARPS][SLICE_SUMS] = (&sm.sums[0][0])[tile_number % SUM_PLACES];
-    Tile tile = zero_tile();
-    multiply_slice(tile, my_slice, my_vectors);
-    sm.early.wait_for_place(tile_number, my_tile, error);
-    store_slice(sums[warp], tile, lane);
-    if (!sm.early.is_last(tile_number, my_tile)) continue;
-    add_slices(sums[my_tile * SLICES], [&](int row, int token, float gate, float up) {
-      activate(t, row, token, gate, up);
-    });
-    sm.early.give_place(tile_number, my_tile);
-  }
-  sm.early.leave_tiles();
-  MARK(6);
-  MARK(7);
-#else
   // Sums go to shared memory, and behind a barrier some warps, others in every round, add them up
   // while the next round's go to the other half of `sums`.
   int round = 0;
@@ -415,7 +298,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   }
 #endif
   MARK(8);
-#endif  // EARLY
   const int row_tiles = work.row_tiles;
 #pragma unroll 1
   for (int unit = warp; unit < work.num_units; unit += WARPS) {
@@ -426,13 +308,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     const bool has_row = slot != NO_SLOT;
     const int row = has_row ? (ONE_TOKEN ? 0 : g * TOP_K) + slot : 0;
     const int k0 = part * PART * VECTOR_K + (lane & 3) * 16;
-#if EARLY
-    if (r == 0)
-      sm.early.receive(of_tile, u, part, choice, hidden, sm.hidden, HIDDEN_STRIDE, error);
-    else
-      sm.early.wait(of_tile, error);
-    if (unit == 0) MARK(8);
-#endif
 #if HIDDEN_SHARED
     const bf16* const y = sm.hidden + row * HIDDEN_STRIDE + k0;
 #else
@@ -543,13 +418,4 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   }
 #endif
   MARK(11);
-#if PROJECTS
-  const u8* const matrices[8] = {w0, w1, w2, w3, w4, w5, w6, w7};
-  Projections projections(matrices, products, sm.projections, sm.stages[warp], b, warp, lane);
-  projections.begin(error);
-  projections.multiply(sm.x, &sm.sums[0][0][0][0], inputs, soon, turn + 1,
-                       min(T, (int)sm.push.words[2]), error);
-  if (tid == 0) turns[b] = turn + 1;
-  MARK(12);
-#endif
 }

@@ -51,25 +51,20 @@ def router_threads(hidden: int) -> int:
     return -(-hidden // (4 * 6 * 32)) * 32
 
 
-def own_router_rows(dims: MoeDims) -> int:
-    """Experts of a block of experts.cu that is its own router: as many as threads, at most four."""
-    return min(WARPS * 32 // router_threads(dims.hidden), MOST_ROUTER_ROWS)
-
-
-def router_shares(num_tokens: int, *, beside: bool = False) -> tuple[int, int]:
+def router_shares(num_tokens: int, *, narrow: bool = False) -> tuple[int, int]:
     """Sets of threads of router.cu that share K, and tokens of each, a power of two.
 
     Args:
         num_tokens: T.
-        beside: a block of the experts fits beside the router's.
+        narrow: one set has all tokens.
     """
-    shares = 1 if beside or num_tokens == 1 else 2
+    shares = 1 if narrow or num_tokens == 1 else 2
     return shares, 1 << (-(-min(num_tokens, MAX_TOKENS) // shares) - 1).bit_length()
 
 
-def router_bytes(dims: MoeDims, rows: int, num_tokens: int, *, beside: bool = False) -> int:
+def router_bytes(dims: MoeDims, rows: int, num_tokens: int, *, narrow: bool = False) -> int:
     """`Shared` of router.cu, of `rows` experts a block; see `router_shares`."""
-    shares, share = router_shares(num_tokens, beside=beside)
+    shares, share = router_shares(num_tokens, narrow=narrow)
     sums = rows * shares * share
     return struct_bytes(
         (rows * dims.hidden * 4, 128), (router_threads(dims.hidden) // 32 * sums * 4, 4), (8, 8)
@@ -87,11 +82,9 @@ def most_block_tiles(dims: MoeDims, rows: int, blocks: int) -> int:
 
 
 def experts_bytes(
-    dims: MoeDims, rows: int, stages: int, blocks: int, turns: int, *,
-    own_scores: bool = False, early: bool = False, narrow: bool = False,
-    ring: int = 0, inputs: int = 0,
-) -> int:  # fmt: skip
-    """`Shared` of experts.cu, without what sends and what projects.
+    dims: MoeDims, rows: int, stages: int, blocks: int, turns: int, *, narrow: bool = False
+) -> int:
+    """`Shared` of experts.cu, without what sends.
 
     Args:
         dims: sizes.
@@ -99,11 +92,7 @@ def experts_bytes(
         stages: of a warp.
         blocks: of the launch.
         turns: of shared tiles between two barriers.
-        own_scores: whether the launch is its own router.
-        early: whether activations come by expert.
         narrow: whether sums and route have no more places than tokens need.
-        ring: bytes of a warp's stages, if more than they need.
-        inputs: bytes of projections' inputs.
     """
     columns = 1 if rows == 1 else MAX_TOKENS
     sum_columns = -(-rows // 2) * 2 if narrow and rows > 1 else columns
@@ -123,19 +112,11 @@ def experts_bytes(
         (3 * slots * 4, 4), (words * 4, 4), (slots * 2, 2), (slots * 8, 1), (slots, 1),
         (MAX_TOKENS, 1),
     )  # fmt: skip
-    scores = rows * own_router_rows(dims) * router_threads(dims.hidden) // 32 * 4
     stage = STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
-    # One token's activations and partial sums take over no memory when they come early.
-    apart = ((in_shared, 16), (partial, 16)) if early and rows == 1 else ()
-    operands = min(rows * dims.top_k, dims.own_experts) * parts
-    places = buffers * turns * at_once
     return struct_bytes(
-        (WARPS * max(stages * stage, ring), 128),
-        *apart,
-        (max(z, inputs, 0 if apart else in_shared if is_shared else partial), 16),
-        (max(sums, partial if is_shared and not apart else 0), 16),
+        (WARPS * stages * stage, 128),
+        (max(z, in_shared if is_shared else partial), 16),
+        (max(sums, partial if is_shared else 0), 16),
         (route, 4),
         (WARPS * stages * 8, 8),
-        (struct_bytes(((operands + places + 1) * 8, 8), (places * 4, 4)) if early else 0, 8),
-        (struct_bytes((scores, 4), (8, 8)) if own_scores else 0, 8),
     )

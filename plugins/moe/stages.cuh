@@ -13,10 +13,9 @@ struct Source {
 // All lanes call `begin`, then, for each stage in order, `wait`, use what it gives, and `request`,
 // which fills the same place with the stage COUNT later. Work: `source(n)` is where stage n comes
 // from; of 32 stages in a row every lane finds one, all lanes at once, so that a request is a few
-// instructions. MANY: of more than 32 requests. BULK: all stages come by bulk copies, which the
-// lane asks for that knows the stage; else only the first ones do, as for cp.async every lane must
-// ask, which takes longer.
-template <int COUNT, int BYTES, bool BULK, bool MANY, class Work>
+// instructions. MANY: of more than 32 requests. The first stages come by bulk copies, which the lane
+// asks for that knows the stage, as for cp.async every lane must ask, which takes longer.
+template <int COUNT, int BYTES, bool MANY, class Work>
 struct Stages {
   static_assert(COUNT <= 32, "a lane for each of the first stages");
   u8* memory;  // of this warp, shared, COUNT * BYTES
@@ -27,15 +26,13 @@ struct Stages {
   int holder = COUNT;  // the lane that knows the next stage to be requested
   int number = 0;      // of the stages that lanes know now, the first one's
   int current = 0, num_first = 0;  // num_first: first stages that have been used
-  u32 parity = 0;
 
   // Asks for the first stages. source: of stage `lane`; where that is known of those below COUNT
   // only, `know(COUNT)` must follow.
   INK_DEVICE void begin(const Source& source) {
     held = source;
     if (lane < COUNT) load(lane);
-    if (!BULK)
-      for (int i = 0; i < COUNT; i++) copy_async_commit();
+    for (int i = 0; i < COUNT; i++) copy_async_commit();
   }
   // Stages from `from` on, which is the next one to be requested.
   INK_DEVICE void know(int from) {
@@ -44,35 +41,23 @@ struct Stages {
     holder = 0;
   }
   INK_DEVICE const u8* wait(int* error) {
-    if (BULK) {
-      mbar_wait(first + current, parity, error);
-    } else {
-      if (num_first < COUNT) mbar_wait(first + num_first++, 0, error);
-      copy_async_wait_but<COUNT - 1>();
-    }
+    if (num_first < COUNT) mbar_wait(first + num_first++, 0, error);
+    copy_async_wait_but<COUNT - 1>();
     __syncwarp();
     return memory + current * BYTES;
   }
   INK_DEVICE void request() {
     __syncwarp();  // all lanes are done with the stage
     if (MANY && holder == 32) know(number + 32);
-    if (BULK) {
-      if (lane == holder) load(current);
-    } else {
-      const u64 from = __shfl_sync(INK_FULL_WARP, (u64)held.from, holder) + lane * 16;
-      const int num_bytes = (int)__shfl_sync(INK_FULL_WARP, held.num_bytes, holder) - lane * 16;
-      u8* const stage = memory + current * BYTES + lane * 16;
+    const u64 from = __shfl_sync(INK_FULL_WARP, (u64)held.from, holder) + lane * 16;
+    const int num_bytes = (int)__shfl_sync(INK_FULL_WARP, held.num_bytes, holder) - lane * 16;
+    u8* const stage = memory + current * BYTES + lane * 16;
 #pragma unroll
-      for (int i = 0; i < BYTES; i += 512)
-        if (i < num_bytes) copy_async16(stage + i, (const u8*)from + i);
-      copy_async_commit();
-    }
+    for (int i = 0; i < BYTES; i += 512)
+      if (i < num_bytes) copy_async16(stage + i, (const u8*)from + i);
+    copy_async_commit();
     holder++;
-    current++;
-    if (current == COUNT) {
-      current = 0;
-      parity ^= 1;
-    }
+    if (++current == COUNT) current = 0;
   }
   // One lane.
   INK_DEVICE void load(int place) {

@@ -6,9 +6,7 @@ from pathlib import Path
 import torch
 
 from inkrt.errors import BuildError
-from inkrt.plugins.moe.packing import VECTOR_BYTES, VECTOR_K, Format, packing
-from inkrt.plugins.moe.projecting import VECTOR_BYTES as PROJECTION_BYTES
-from inkrt.plugins.moe.projecting import Projecting
+from inkrt.plugins.moe.packing import VECTOR_K, Format, packing
 from inkrt.plugins.moe.sizes import (
     MOST_HIDDEN_BYTES,
     SLICE_VECTORS,
@@ -16,7 +14,6 @@ from inkrt.plugins.moe.sizes import (
     WARPS,
     MoeDims,
     hidden_bytes,
-    own_router_rows,
     router_bytes,
     router_shares,
     router_threads,
@@ -24,12 +21,10 @@ from inkrt.plugins.moe.sizes import (
 from inkrt.plugins.moe.variants import (
     REGISTERS,
     REGISTERS_BESIDE,
-    REGISTERS_BESIDE_MIX,
-    REGISTERS_OF_SEVERAL_BESIDE,
+    REGISTERS_NARROW,
     ROUTER_REGISTERS,
     ROUTER_REGISTERS_OF_SEVERAL,
     Variant,
-    most_slots,
     num_blocks,
     rows_of_router,
     shared_bytes,
@@ -56,14 +51,8 @@ _FOLDER = Path(__file__).parent
 _FORMATS: dict[Format, int] = {"nvfp4": 0, "bf16": 1, "mxfp8": 2}
 
 
-def find_tactics(target: str, args: CallArgs, projects: Projecting | None = None) -> list[Tactic]:
-    """The kernels for bf16 activations.
-
-    Args:
-        target: e.g. "sm_90a".
-        args: of the call.
-        projects: what the last launch goes on with; only by words.
-    """
+def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
+    """The kernels for bf16 activations."""
     x = tensor_arg(args, "x")
     if target not in GPU_TARGETS or x.dtype != torch.bfloat16:
         return []
@@ -94,20 +83,16 @@ def find_tactics(target: str, args: CallArgs, projects: Projecting | None = None
             is_partial=bool(args["partial"]),
             has_rank=args["rank"] is not None,
             variant=variant,
-            projects=projects,
         )
         for variant in variants(dims, num_tokens)
-        if projects is None or (variant.by_words and not variant.is_narrow(num_tokens))
     ]
 
 
 def moe(
     dims: MoeDims, num_tokens: int, *, route_scale: float, gate_cap: float, up_cap: float,
-    is_partial: bool, has_rank: bool, variant: Variant, projects: Projecting | None = None,
+    is_partial: bool, has_rank: bool, variant: Variant,
 ) -> Tactic:  # fmt: skip
     """Router and experts; parameters are the arguments of the operator `moe`.
-
-    The first launch is the router's, unless the variant has none.
 
     Args:
         dims: sizes.
@@ -119,7 +104,6 @@ def moe(
         is_partial: the result is this rank's part, float32.
         has_rank: whether the rank holds whole experts.
         variant: one of `variants`.
-        projects: what the last launch goes on with, beside the mix behind it; up to 8 tokens.
 
     Raises:
         BuildError: sizes that the kernels do not take.
@@ -131,7 +115,7 @@ def moe(
     scores = Scratch("scores", num_tokens * dims.experts * 4)
     router_rows = rows_of_router(dims)
     router_blocks = -(-dims.experts // router_rows)
-    shares, share = router_shares(num_tokens, beside=variant.is_beside)
+    shares, share = router_shares(num_tokens, narrow=variant.is_narrow)
     router = KernelLaunch(
         source=_FOLDER / "router.cu",
         entry="moe_router",
@@ -147,22 +131,16 @@ def moe(
             Pointer("x"), Pointer("router_weight"), scores, Scratch("error", 4, fill=0),
             Int32(num_tokens),
         ),
-        smem_bytes=router_bytes(dims, router_rows, num_tokens, beside=variant.is_beside),
+        smem_bytes=router_bytes(dims, router_rows, num_tokens, narrow=variant.is_narrow),
     )  # fmt: skip
     blocks = num_blocks(dims)
     is_shared = hidden_bytes(dims, rows) <= MOST_HIDDEN_BYTES
-    own = variant.own_scores
-    stages, turns = stages_and_turns(dims, num_tokens, variant, projects)
+    stages, turns = stages_and_turns(dims, num_tokens, variant)
     _require(stages > 0, f"hidden={dims.hidden} and width={dims.width} need too much shared memory")
-    slots = most_slots(dims, variant, stages, turns, projects)
     is_nvfp4 = dims.kind == "nvfp4"
-    registers = REGISTERS
-    if variant.is_beside:
-        registers = REGISTERS_BESIDE_MIX if own else REGISTERS_BESIDE
-        if num_tokens > 1:
-            registers = REGISTERS_OF_SEVERAL_BESIDE
-    if projects is not None:
-        registers = REGISTERS_BESIDE_MIX
+    registers = REGISTERS_BESIDE if variant.is_beside else REGISTERS
+    if variant.is_narrow:
+        registers = REGISTERS_NARROW
     meeting: tuple[Scratch, ...] = (
         Scratch("hidden", rows * dims.top_k * dims.width * 2),
         Scratch("arrivals", 8, fill=0),
@@ -178,11 +156,7 @@ def moe(
         meeting = (*meeting, Scratch("parts", size, fill=0xFF))
     common: tuple[Param, ...] = (
         Pointer("x"),
-        *(
-            (Pointer("router_weight"), Scratch("words", 2 * rows * dims.experts * 4, fill=0xFF))
-            if own
-            else (scores,)
-        ),
+        scores,
         Pointer("router_bias"),
         Pointer("rank") if has_rank else Pointer("x"),
         Pointer("gate_up"),
@@ -205,17 +179,8 @@ def moe(
         ("IS_CHUNK", int(is_chunk)), ("ROUTE_SCALE", f"{route_scale}f"),
         ("GATE_CAP", f"{gate_cap}f"), ("UP_CAP", f"{up_cap}f"), ("TRIGGER", 1),
         ("REGISTERS", registers), ("BY_WORDS", int(variant.by_words)),
-        ("BY_BULK", int(variant.by_bulk)), ("SHARE_ROWS", int(variant.share_rows)),
-        ("OWN_SCORES", int(own)), ("EARLY", int(variant.early)),
-        ("NARROW", int(variant.is_narrow(num_tokens))),
-        ("ROUTER_ROWS", own_router_rows(dims)), ("ROUTER_THREADS", router_threads(dims.hidden)),
+        ("SHARE_ROWS", int(variant.share_rows)), ("NARROW", int(variant.is_narrow)),
     )  # fmt: skip
-    behind: tuple[Param, ...] = ()
-    if projects is not None:
-        of_stages = stages * STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
-        ring = max(of_stages, slots * PROJECTION_BYTES)
-        defines = (*defines, *projects.defines(slots), ("RING_BYTES", ring))
-        behind = projects.params()
     experts = [
         KernelLaunch(
             source=_FOLDER / "experts.cu",
@@ -223,8 +188,8 @@ def moe(
             defines=defines,
             grid=(blocks, 1, 1),
             block=(WARPS * 32, 1, 1),
-            params=(*common, Int32(first), *behind),
-            smem_bytes=shared_bytes(dims, num_tokens, variant, stages, turns, projects, slots),
+            params=(*common, Int32(first)),
+            smem_bytes=shared_bytes(dims, num_tokens, variant, stages, turns),
         )
         for first in range(0, num_tokens, MAX_TOKENS)
     ]
@@ -232,7 +197,7 @@ def moe(
     out_bytes = 4 if is_partial else 2
     return Tactic(
         name=variant.name,
-        kernels=(*experts,) if own else (router, *experts),
+        kernels=(router, *experts),
         bytes=ceil(dims.distinct(num_tokens) * dims.expert_bytes)
         + router_size
         + num_tokens * dims.hidden * (2 + out_bytes),

@@ -9,7 +9,7 @@ struct Shared {
 };
 
 struct Inputs {
-  static constexpr bool WAITS_LATE = false, HANDS_ON = false;
+  static constexpr bool WAITS_LATE = false;
   int token, num_rows;
   const void* sources[SOURCES];
   const float* queries;

@@ -86,9 +86,9 @@ def test_pairs_that_push_read_early_what_is_older_than_the_sender(num_tokens: in
         assert own <= {"mix_exchange", "error"}
 
 
-def experts_args() -> CallArgs:
+def test_experts_that_push_touch_weights_and_peers_only() -> None:
     num_experts, width, byte = 16, 64, torch.uint8
-    return {
+    experts: CallArgs = {
         "x": TensorArg((1, WIDTH), BF16), "router_weight": TensorArg((num_experts, WIDTH), FLOAT),
         "router_bias": TensorArg((num_experts,), FLOAT), "rank": None,
         "gate_up": TensorArg((num_experts, 2 * width, WIDTH // 2), byte),
@@ -99,35 +99,12 @@ def experts_args() -> CallArgs:
         "down_global_scale": TensorArg((num_experts,), FLOAT),
         "top_k": 4, "route_scale": 1.0, "gate_softcap": 4.0, "up_softcap": 25.0,
     }  # fmt: skip
-
-
-def test_experts_that_push_touch_weights_and_peers_only() -> None:
-    experts = experts_args()
     weights = {
         Pointer(name) for name in experts if name not in ("x", "rank") and "scales" not in name
     }
-    alone: CallArgs = {"weights": [], "query_of": []}
-    more: CallArgs = {"weights": [TensorArg((48, WIDTH), BF16)], "query_of": [0]}
-    for of_next in (alone, more):
-        tactics = moe_conv_mix("sm_90a", {**mix_args(1), **experts, **of_next})
-        for tactic in (tactics[0], tactics[-1]):  # with a router's launch, and without
-            *_, sender, receiver = tactic.kernels
-            assert not triggers_early(sender)
-            assert triggers_early(receiver)
-            assert InputPointer("num_tokens") in sender.params
-            assert {p for p in touched(sender) if not isinstance(p, Peers)} <= weights, tactic.name
-
-
-def test_a_mix_that_hands_on_stores_words_and_results_only() -> None:
-    """The launch before it is still running, so what it touches early must not be that one's."""
-    experts = experts_args()
-    more: CallArgs = {"weights": [TensorArg((48, WIDTH), BF16)], "query_of": [0]}
-    tactic = moe_conv_mix("sm_90a", {**mix_args(1), **experts, **more})[0]
-    *_, sender, receiver = tactic.kernels
-    early = touched(receiver)
-    scratch = {param.name for param in early if isinstance(param, Scratch)}
-    assert scratch == {"mix_exchange", "error", "mixed", "soon", "turns"}
-    shared = {param for param in sender.params if isinstance(param, Scratch)} & early
-    assert {param.name for param in shared} == {"error", "mixed", "soon", "turns"}
-    # Its mixes; the residual stays behind the wait.
-    assert {param for param in early if isinstance(param, Output)} == {Output(1)}
+    tactics = moe_conv_mix("sm_90a", {**mix_args(1), **experts})
+    for tactic in (tactics[0], tactics[-1]):
+        *_, sender, _ = tactic.kernels
+        assert not triggers_early(sender)
+        assert InputPointer("num_tokens") in sender.params
+        assert {p for p in touched(sender) if not isinstance(p, Peers)} <= weights, tactic.name

@@ -78,7 +78,9 @@ def test_a_build_gets_the_drafter(make: Make, tmp_path: Path) -> None:
     assert not any("unknown tensor" in line for line in lines)
 
 
-@pytest.mark.parametrize("layout", ["embedded", "deepspec", "speculators"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("embedded", marks=pytest.mark.slow), "deepspec", "speculators"]
+)
 def test_trimmed_drafts_of_an_engine(make: Make, tmp_path: Path, layout: DrafterLayout) -> None:
     """Every layout gives the same drafts, of tokens that can be drafted; dummy weights run too."""
     options = dataclasses.replace(OPTIONS, dtype="float32")

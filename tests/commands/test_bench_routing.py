@@ -84,7 +84,7 @@ def moe_plan(rank: int | None, num_own: int) -> tuple[Memory, Plan, set[int]]:
         memory.pack(ref, num_bytes)
     tactic = moe(
         dims, TOKENS, route_scale=8.0, gate_cap=4.0, up_cap=25.0, is_partial=rank is not None,
-        has_rank=rank is not None, variant=Variant(is_beside=False, by_words=False, by_bulk=False),
+        has_rank=rank is not None, variant=Variant(by_words=False),
     )  # fmt: skip
     launches = (
         Launch("rms_norm", "t", {}, (), "", 10),

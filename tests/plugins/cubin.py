@@ -44,20 +44,6 @@ def code_bytes(cubin: bytes) -> int:
     return size
 
 
-def count_of(cubin: bytes, operation: int) -> int:
-    """Instructions of an operation in Hopper's machine code: the low 12 bits of 128."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    _, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * 64) for i in range(count)]
-    found = 0
-    for name, _, _, _, offset, size in headers:
-        start = headers[names][4] + name
-        if cubin[start:].startswith(b".text."):
-            words = range(offset, offset + size, 16)
-            found += sum(cubin[at] | (cubin[at + 1] & 15) << 8 == operation for at in words)
-    return found
-
-
 def loads_held_up(cubin: bytes) -> list[int]:
     """How many loads are held up behind each wait for earlier kernels, in Hopper's machine code.
 

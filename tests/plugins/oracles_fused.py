@@ -358,15 +358,10 @@ def linear_conv_mix(x: Tensor, weight: Tensor, tp_size: int, **of_mix: Any) -> R
     return allreduce_conv_mix(partial, tp_size=tp_size, **of_mix)
 
 
-def moe_conv_mix(weights: list[Tensor], query_of: list[int], **arguments: Any) -> Result:
+def moe_conv_mix(**arguments: Any) -> Result:
     of_moe = {name: arguments.pop(name) for name in _MOE}
     (partial,), _ = moe(**of_moe, partial=False)
-    (total, normed), mutated = allreduce_conv_mix(partial, **arguments)
-    products = [
-        (normed[index] @ weight.double().T).flatten()
-        for index, weight in zip(query_of, weights, strict=True)
-    ]
-    return (total, normed, torch.cat(products) if products else normed.new_empty(0)), mutated
+    return allreduce_conv_mix(partial, **arguments)
 
 
 _MOE = (

@@ -96,27 +96,14 @@ class Ranks:
         ]
 
 
-Values = Sequence[NDArray[np.generic] | int | float]
-
-
-def run_kernel(emulator: Emulator, kernel: KernelLaunch, values: Values) -> None:
+def run_kernel(
+    emulator: Emulator,
+    kernel: KernelLaunch,
+    values: Sequence[NDArray[np.generic] | int | float],
+) -> None:
     """Run a kernel to its end on memory that is there already."""
-    emulator.launch(kernel, _given(values), [])
-
-
-def run_kernels(emulator: Emulator, kernels: Sequence[tuple[KernelLaunch, Values]]) -> None:
-    """Run the kernels of a launch of a plan, beside each other those that need each other."""
-    left = iter(kernels)
-    for kernel, values in left:
-        if dict(kernel.defines).get("PROJECTS"):
-            behind, its_values = next(left)
-            emulator.launch_beside(kernel, _given(values), behind, _given(its_values))
-        else:
-            run_kernel(emulator, kernel, values)
-
-
-def _given(values: Values) -> list[Buffer | int | float]:
-    return [Buffer(x.ctypes.data, x.nbytes, x) if isinstance(x, np.ndarray) else x for x in values]
+    given = [Buffer(x.ctypes.data, x.nbytes, x) if isinstance(x, np.ndarray) else x for x in values]
+    emulator.launch(kernel, given, [])
 
 
 def run_ranks(num_ranks: int, function: Callable[[int], None]) -> None:

@@ -97,7 +97,7 @@ class EmulatedRounds(RoundMemory):
         pointers = (ctypes.c_void_p * len(cells))(
             *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
         )
-        library.emu_run(1, 1, 1, 32, 1, ctypes.c_size_t(0), self._reverse, 0, None, pointers)
+        library.emu_run(1, 1, 1, 32, 1, ctypes.c_size_t(0), self._reverse, 0, pointers)
 
     def _ring(self) -> NDArray[Any] | None:
         return self.ring if self.has_ring else None

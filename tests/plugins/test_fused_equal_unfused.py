@@ -112,13 +112,7 @@ def _moe_conv_mix(**arguments):
     names = [argument.name for argument in OPS["moe"]._schema.arguments]
     of_moe = {name: arguments.pop(name) for name in names if name != "partial"}
     partial = OPS["moe"](**of_moe, partial=arguments["tp_size"] > 1)
-    weights, query_of = arguments.pop("weights"), arguments.pop("query_of")
-    residual, normed = OPS["allreduce_conv_mix"](partial, **arguments)
-    products = [
-        OPS["linear"](normed[index], weight, False).flatten()
-        for index, weight in zip(query_of, weights, strict=True)
-    ]
-    return residual, normed, torch.cat(products) if products else normed.new_empty(0)
+    return OPS["allreduce_conv_mix"](partial, **arguments)
 
 
 UNFUSED = {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from rank_processes import COMPILER, Emulator, Ranks, SharedMemory, run_kernels, run_ranks
+from rank_processes import COMPILER, Emulator, Ranks, SharedMemory, run_kernel, run_ranks
 
 from inkrt.builder.build import build_engine
 from inkrt.builder.options import BuildOptions
@@ -131,23 +131,16 @@ class Rank:
             memory[:] = 0
             memory[: data.size] = data
         for launch in plan.launches:
-            run_kernels(
-                self.emulator,
-                [
-                    (self.kernel(plan, kernel), self.values(step, kernel))
-                    for kernel in launch.kernels
-                ],
-            )
-
-    def values(self, step: str, kernel: Kernel) -> list[Any]:
-        return [
-            self.bytes_of(step, self.code.plans[step].tensors[param.tensor])
-            if isinstance(param, TensorParam)
-            else self.ranks.tables[self.rank]
-            if isinstance(param, PeersParam)
-            else param.value  # type: ignore[union-attr]
-            for param in kernel.params
-        ]
+            for kernel in launch.kernels:
+                values = [
+                    self.bytes_of(step, plan.tensors[param.tensor])
+                    if isinstance(param, TensorParam)
+                    else self.ranks.tables[self.rank]
+                    if isinstance(param, PeersParam)
+                    else param.value  # type: ignore[union-attr]
+                    for param in kernel.params
+                ]
+                run_kernel(self.emulator, self.kernel(plan, kernel), values)
 
 
 def size_of(spec: TensorSpec) -> int:
@@ -192,25 +185,16 @@ class BothRanks:
         assert [int(error[0]) for error in self.ranks.errors] == [0, 0]
 
 
-@pytest.fixture(scope="module")
-def shared_emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.mark.parametrize("sums", ["pushed", "streamed"])
-def test_pushed_sums_have_the_bits_of_others(
-    folder: Path, shared_emulator: Emulator, sums: str
-) -> None:
+def test_pushed_sums_have_the_bits_of_others(folder: Path) -> None:
     """Whole steps, on both ranks: products that send their sums, and mixes that do."""
-    exchanges = (
-        "linear", "moe", "allreduce_conv_mix", "linear_conv_mix", "moe_conv_mix", "linear_group",
-    )  # fmt: skip
+    emulator = Emulator(folder)
     found = []
-    for way in ("mix", sums):
-        changes = {"sums": way, "spec": "none", "keep_intermediates": False}
-        engine = BothRanks(shared_emulator, build(folder, "sm_90a", **changes))
+    for sums in ("mix", "pushed"):
+        changes = {"sums": sums, "spec": "none", "keep_intermediates": False}
+        engine = BothRanks(emulator, build(folder, "sm_90a", **changes))
         plan = engine.plans["decode"]
         ops = Counter(launch.op for launch in plan.launches)
+        exchanges = ("linear", "moe", "allreduce_conv_mix", "linear_conv_mix", "moe_conv_mix")
         # Behind the last layer there is a mix, too; one product is of no rank's part alone.
         found.append([ops[name] for name in exchanges])
         seen: list[Any] = []
@@ -222,15 +206,9 @@ def test_pushed_sums_have_the_bits_of_others(
         for rank in engine.both:
             seen += [data.copy() for (space, _), data in rank.named.items() if space == "state"]
         found.append(seen)
-    of_mix, expected, of_others, got = found
-    linear, moe, mix, *rest, group = of_mix
-    assert rest == [0, 0]
-    # The first layer's projections stand behind no experts.
-    assert of_others == (
-        [linear - 2, moe - 2, mix - 4, 2, 2, group]
-        if sums == "pushed"
-        else [linear, moe - 2, mix - 2, 0, 2, group - 1]
-    )
+    of_mix, expected, of_pushed, got = found
+    assert of_mix[3:] == [0, 0]
+    assert of_pushed == [of_mix[0] - 2, of_mix[1] - 2, of_mix[2] - 4, 2, 2]
     assert len(got) == len(expected) > 0
     for ours, other in zip(got, expected, strict=True):
         assert np.array_equal(ours, other)

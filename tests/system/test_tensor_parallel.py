@@ -42,7 +42,16 @@ def single(request, make_engine):
     return request.param, _generate(make_engine(request.param, max_verify_tokens=1))
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize(
+    ("single", "tp_size"),
+    [
+        ("bfloat16", 4),
+        pytest.param("bfloat16", 2, marks=pytest.mark.slow),
+        ("float32", 2),
+        pytest.param("float32", 4, marks=pytest.mark.slow),
+    ],
+    indirect=["single"],
+)
 def test_ranks_agree_with_a_single_rank(single, make_engine, tp_size):
     dtype, (tokens, logits) = single
     folder = make_engine(dtype, max_verify_tokens=1, tp_size=tp_size)

@@ -136,7 +136,6 @@ inline ucontext_t scheduler;
 inline std::function<void()> body;
 inline Index grid_size;
 inline std::vector<Publish> publish;
-inline const int* predecessor = nullptr;  // whether a kernel that runs beside this one has ended
 
 [[noreturn]] inline void fail(const char* what) {
   fprintf(stderr, "cuda_on_cpu: %s (block %u, thread %u)\n", what,

@@ -179,10 +179,6 @@ static inline void pdl_wait() {
   emu::Cluster* c = emu::current->block->cluster;
   // All threads meet here, so that what is touched in front of it is found; on a GPU they do not.
   if (!emu::some_rest) emu::meet(c->wait, [c] { return c->alive; });
-  while (emu::predecessor && !__atomic_load_n(emu::predecessor, __ATOMIC_ACQUIRE)) {
-    emu::yield();
-    sched_yield();
-  }
   for (auto& p : emu::publish) memcpy(p.to, p.from, p.bytes);
   emu::publish.clear();
 }

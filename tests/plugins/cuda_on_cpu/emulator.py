@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,32 +53,9 @@ class Emulator:
         assert (raw[part.size + part.ctypes.data - raw.ctypes.data :] == 0xEE).all(), "overrun"
         return part.copy()
 
-    def launch_beside(
-        self, first: KernelLaunch, first_values: Sequence[Buffer | int | float],
-        second: KernelLaunch, second_values: Sequence[Buffer | int | float],
-    ) -> None:  # fmt: skip
-        """Two kernels, of which the first waits for what the second hands to it.
-
-        The second one's `pdl_wait` waits for the end of the first.
-        """
-        for kernel in (first, second):
-            self.library(kernel)
-        has_ended = ctypes.c_int(0)
-
-        def run_first() -> None:
-            self.launch(first, first_values, [])
-            has_ended.value = 1
-
-        thread = Thread(target=run_first)
-        thread.start()
-        self.launch(second, second_values, [], predecessor=has_ended)
-        thread.join()
-        assert has_ended.value
-
     def launch(
-        self, kernel: KernelLaunch, values: Sequence[Buffer | int | float], late: Sequence[Buffer],
-        *, predecessor: ctypes.c_int | None = None,
-    ) -> None:  # fmt: skip
+        self, kernel: KernelLaunch, values: Sequence[Buffer | int | float], late: Sequence[Buffer]
+    ) -> None:
         library = self.library(kernel)
         shared = library.emu_shared_bytes()
         assert shared <= kernel.smem_bytes, f"{kernel.entry}: {kernel.smem_bytes} B for {shared}"
@@ -102,10 +78,9 @@ class Emulator:
         order = self.seed + 1 if self.seed else int(self.reverse)
         order = -order if self.rest else order
         scratch = {param.name for param in kernel.params if isinstance(param, Scratch)}
-        ended = None if predecessor is None else ctypes.addressof(predecessor)
         library.emu_run(
             *kernel.grid, kernel.block[0], kernel.cluster, ctypes.c_size_t(kernel.smem_bytes),
-            order, int(bool(scratch & _MEETINGS)), ctypes.c_void_p(ended), pointers,
+            order, int(bool(scratch & _MEETINGS)), pointers,
         )  # fmt: skip
 
     def library(self, kernel: KernelLaunch) -> ctypes.CDLL:
@@ -138,7 +113,7 @@ class Emulator:
                 sm90 = kernel.source.name in ("attention.cu", "attention_window.cu")
                 command = [
                     COMPILER, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared",
-                    "-fPIC", "-fno-gnu-unique",
+                    "-fPIC",
                     "-include", str(_HERE / "cuda_on_cpu.h"), f"-I{kernel.source.parent}",
                     f"-I{_PLUGINS}", f"-DKERNEL={kernel.entry}", f'-DSOURCE="{kernel.source.name}"',
                     *defines, *(["-DHAS_SHARED"] if shared else []),

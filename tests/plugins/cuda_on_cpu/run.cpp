@@ -15,9 +15,7 @@ extern "C" size_t emu_shared_bytes() {
 #endif
 }
 extern "C" void emu_run(unsigned x, unsigned y, unsigned z, unsigned threads, unsigned cluster,
-                        size_t smem, int order, int together, const int* predecessor,
-                        void** args) {
-  emu::predecessor = predecessor;
+                        size_t smem, int order, int together, void** args) {
   emu::body = [args] { emu::call(KERNEL, args); };
   emu::launch({x, y, z}, threads, cluster, smem, order, together);
 }
