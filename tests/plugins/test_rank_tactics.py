@@ -132,7 +132,7 @@ def test_code_has_no_stack(target: str, num_ranks: int) -> None:
 
 def test_kernels_that_share_scratch_agree_on_it() -> None:
     """A mix as it is behind experts has its own `exchange`, which is smaller and full of zeros."""
-    pair = [way for way in pairs(HOPPER, "moe", 1, 2) if way.name.endswith("_words_slices")][0]
+    pair = next(way for way in pairs(HOPPER, "moe", 1, 2) if way.name.endswith("_words_slices"))
     renamed = pair.kernels[-1]
     (scratch,) = (
         param
