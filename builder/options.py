@@ -145,10 +145,13 @@ class BuildOptions:
 
 def rebuild_command(options: BuildOptions, has_draft_checkpoint: bool = False) -> str:
     """The command line that builds with the same options."""
-    flags = [
-        f"--{field.name.replace('_', '-')} {getattr(options, field.name)}"
-        for field in fields(options)
-    ]
+    flags = []
+    for field in fields(options):
+        flag, value = f"--{field.name.replace('_', '-')}", getattr(options, field.name)
+        if isinstance(value, bool):
+            flags += [flag] if value else []
+        else:
+            flags.append(f"{flag} {value}")
     if has_draft_checkpoint:
         flags.append("--draft-checkpoint DRAFTER")
     return " ".join(["ink-build CHECKPOINT -o ENGINE", *flags])

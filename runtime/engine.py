@@ -5,7 +5,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from inkrt.errors import InkError
+from msgspec.structs import replace
+
+from inkrt.errors import EngineMismatchError, InkError, RequestError
 from inkrt.runtime.code_check import code_problems
 from inkrt.runtime.engine_file import (
     EngineConfig,
@@ -95,6 +97,56 @@ class Engine:
         from inkrt.runtime.chat import ChatTemplate  # jinja2 is slow to import
 
         return ChatTemplate.load(self.folder)
+
+    def refit(self, source: str | Path, *, draft_checkpoint: str | Path | None = None) -> None:
+        """Replace all weights by those of another checkpoint of the same shapes.
+
+        Everything is checked before anything changes: an error leaves the engine as it was. Its
+        folder stays as it is.
+
+        Args:
+            source: a checkpoint, which is built with the options of this engine beside its folder,
+                or an engine folder that was built so.
+            draft_checkpoint: of the drafter, if the engine was built with one.
+
+        Raises:
+            RequestError: sessions are open, whose state comes from the old weights.
+            EngineMismatchError: more than weights would change, or the executor cannot do it.
+            BuildError: the checkpoint cannot be built like this engine.
+            EngineFormatError: the engine folder is damaged.
+        """
+        from inkrt.runtime import refit
+
+        layout = self.states.layout
+        if self.states.is_closed:
+            raise RequestError("the engine is closed; open it again", param="engine")
+        if count := layout.num_slots - self.states.num_free_slots:
+            raise RequestError(
+                f"{count} sessions are open, whose state comes from the old weights; close them, "
+                "then refit",
+                param="engine",
+            )
+        if not self.executor.can_refit:
+            raise EngineMismatchError(
+                f"engine {self.folder} is for {self.config.target}, this version replaces weights "
+                f"on the cpu only; build another engine and open it"
+            )
+        source = Path(source)
+        refit.require_folder(source)
+        if refit.is_engine(source):
+            self._refit(source)
+            return
+        draft = None if draft_checkpoint is None else Path(draft_checkpoint)
+        with refit.built(source, self.folder, self.config, draft) as folder:
+            self._refit(folder)
+
+    def _refit(self, folder: Path) -> None:
+        from inkrt.runtime.refit import require_alike
+
+        config = require_alike(folder, self.folder, self.config)
+        self.executor.refit(folder, config)
+        fingerprint = config.checkpoint_fingerprint
+        self.config = replace(self.config, checkpoint_fingerprint=fingerprint)
 
     def session(self) -> Session:
         """Open an empty session.

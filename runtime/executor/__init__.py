@@ -140,6 +140,20 @@ class Executor(Protocol):
     def copy_page(self, source: int, target: int) -> None:
         """Copy one page of every paged buffer."""
 
+    @property
+    def can_refit(self) -> bool:
+        """Whether weights can be replaced on this device."""
+
+    def refit(self, folder: Path, config: EngineConfig) -> None:
+        """Replace all weights by those of another folder with the same plans, or change nothing.
+
+        Not called where `can_refit` is false.
+
+        Args:
+            folder: of an engine that differs in its weights only.
+            config: of that engine.
+        """
+
     def close(self) -> None:
         """Release all memory; the executor must not be used afterwards."""
 

@@ -64,16 +64,33 @@ class CpuExecutor:
         self.observer: Observer | None = None
         self._config = config
         self._ranks = [
-            _Rank(_load_weights(folder, config, rank, code), config, arena_bytes) for rank in ranks
+            _Rank(_load_weights(folder, config, rank, code), _Memory(config, arena_bytes))
+            for rank in ranks
         ]
+        self._bound = self._bind(self._ranks)
+
+    def _bind(self, ranks: "list[_Rank]") -> "dict[str, _BoundPlan]":
         # Towers are the same on all ranks, so that one runs them for all.
-        own = {step.name for step in config.tower_steps}
-        self._bound = {
-            name: _BoundPlan(
-                plan, [rank.bind(plan) for rank in self._ranks[: 1 if name in own else None]]
-            )
+        own = {step.name for step in self._config.tower_steps}
+        return {
+            name: _BoundPlan(plan, [r.bind(plan) for r in ranks[: 1 if name in own else None]])
             for name, plan in self._plans.items()
         }
+
+    @property
+    def can_refit(self) -> bool:
+        """Weights are objects of this process."""
+        return True
+
+    def refit(self, folder: Path, config: EngineConfig) -> None:
+        """Load all weights, then put them in place of the old ones, which are there until then."""
+        code = read_code(folder, 0)
+        require_code(folder, config, 0, code)
+        ranks = [
+            _Rank(_load_weights(folder, config, number, code), rank.memory)
+            for number, rank in enumerate(self._ranks)
+        ]
+        self._bound, self._ranks = self._bind(ranks), ranks
 
     def run(self, step: str, step_input: StepInput, *, wants_logits: bool = True) -> StepOutput:
         """Run one step on all ranks."""
@@ -142,7 +159,7 @@ class CpuExecutor:
 
     def state(self, name: str, rank: int = 0) -> Tensor:
         """A state buffer of a rank, for tests and parity reports; not a copy."""
-        return self._ranks[rank].state[name]
+        return self._ranks[rank].memory.state[name]
 
     def close(self) -> None:
         """Release all memory."""
@@ -153,20 +170,28 @@ class CpuExecutor:
         for rank in self._ranks:
             for spec in self._config.state.buffers:
                 if spec.kind == kind:
-                    rank.state[spec.name][target] = rank.state[spec.name][source]
+                    buffer = rank.memory.state[spec.name]
+                    buffer[target] = buffer[source]
 
 
-class _Rank:
-    """The memory of one rank."""
+class _Memory:
+    """What steps of one rank write to."""
 
-    def __init__(self, weights: dict[str, Tensor], config: EngineConfig, arena_bytes: int) -> None:
-        self.weights = weights
+    def __init__(self, config: EngineConfig, arena_bytes: int) -> None:
         self.state = {
             spec.name: torch.zeros(spec.shape, dtype=_dtype(spec.dtype))
             for spec in config.state.buffers
         }
         # int64 elements: every view dtype divides the length.
         self.arena = torch.zeros(-(-arena_bytes // 8), dtype=torch.int64)
+
+
+class _Rank:
+    """The weights of one rank, and its memory."""
+
+    def __init__(self, weights: dict[str, Tensor], memory: _Memory) -> None:
+        self.weights = weights
+        self.memory = memory
 
     def bind(self, plan: Plan) -> list[Tensor]:
         """A tensor for every `plan.tensors`; inputs get memory of their own per plan."""
@@ -183,11 +208,11 @@ class _Rank:
     def _view(self, spec: TensorSpec, inputs: dict[str, Tensor]) -> Tensor:
         dtype = _dtype(spec.dtype)
         if spec.space == "arena":
-            base = self.arena.view(dtype)
+            base = self.memory.arena.view(dtype)
         elif spec.space == "weight":
             base = self.weights[spec.storage]
         elif spec.space == "state":
-            base = self.state[spec.storage]
+            base = self.memory.state[spec.storage]
         else:
             base = inputs[spec.storage]
         offset = base.storage_offset() + spec.offset // dtype.itemsize

@@ -232,6 +232,15 @@ class CudaExecutor:
             return f"{name}, {self.rank_slice}"
         return name if len(self.ranks) == 1 else f"{len(self.ranks)} x {name}"
 
+    @property
+    def can_refit(self) -> bool:
+        """Not in this version."""
+        return False
+
+    def refit(self, folder: Path, config: EngineConfig) -> None:
+        """Not called, see `can_refit`."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Release all memory.
 

@@ -126,7 +126,7 @@ class PoisonedExecutor(CpuExecutor):
     def _poison(self, dead: Bytes) -> None:
         self.num_poisoned += int(dead.sum())
         for rank in self._ranks:  # 0xff.. is NaN in float32 and bfloat16, and -1 in integers
-            rank.arena.view(torch.uint8)[: len(dead)][torch.from_numpy(dead)] = 0xFF
+            rank.memory.arena.view(torch.uint8)[: len(dead)][torch.from_numpy(dead)] = 0xFF
 
 
 def steps() -> list[tuple[str, StepInput]]:

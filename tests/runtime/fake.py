@@ -174,6 +174,7 @@ class FakeExecutor:
     """
 
     rounds: RoundQueue | None = None
+    can_refit = False
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, layout = config, config.state
@@ -274,6 +275,9 @@ class FakeExecutor:
     def copy_page(self, source: int, target: int) -> None:
         self.forget_queued()
         self.pages[target] = self.pages[source]
+
+    def refit(self, folder: Path, config: EngineConfig) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         assert not self.is_closed

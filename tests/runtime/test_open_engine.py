@@ -223,3 +223,15 @@ def test_public_names_import_nothing_heavy() -> None:
 )
 def test_rebuild_with(command: str, expected: str) -> None:
     assert rebuild_with(command, "--max-seq-len", 9) == expected
+
+
+def test_weights_stay_where_an_executor_cannot_replace_them(
+    tmp_path: Path, fake_executors: list[FakeExecutor]
+) -> None:
+    write_engine(tmp_path)
+    with Engine.open(tmp_path) as engine:
+        with pytest.raises(EngineMismatchError, match="replaces weights on the cpu only"):
+            engine.refit(tmp_path)
+        assert len(fake_executors) == 1
+    with pytest.raises(RequestError, match="the engine is closed"):
+        engine.refit(tmp_path)
