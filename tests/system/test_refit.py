@@ -1,4 +1,4 @@
-"""Other weights for an open engine: tokens of a fresh build, and nothing changed by what is unfit."""
+"""Other weights for an open engine: tokens of a fresh build; what is unfit changes nothing."""
 
 import json
 import shutil
@@ -108,7 +108,7 @@ def test_what_is_unfit_changes_nothing(
     config = json.loads((damaged / "config.json").read_text())
     config["files"][weights.name]["size"] = weights.stat().st_size
     (damaged / "config.json").write_text(json.dumps(config))
-    with pytest.raises(EngineFormatError, match=f"weight {name} of rank 1 is torch.float32"):
+    with pytest.raises(EngineFormatError, match=rf"weight {name} of rank 1 is torch\.float32"):
         engine.refit(damaged)
     assert np.array_equal(logits(engine), expected[0])
 
@@ -118,7 +118,7 @@ def test_another_engine_is_refused(
 ) -> None:
     other = BuildOptions(**{**engine.config.build, "max_seq_len": 128})
     build_engine(checkpoints[1], tmp_path / "other", other)
-    with pytest.raises(EngineMismatchError, match="not its weights alone: max_seq_len, .* differ;"):
+    with pytest.raises(EngineMismatchError, match=r"not its weights alone: max_seq_len, .* differ;"):
         engine.refit(tmp_path / "other")
     assert np.array_equal(logits(engine), expected[0])
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_does_not_build_is_told_in_its_own_words(
     damaged = shutil.copytree(checkpoints[1], tmp_path / "damaged")
     shard = sorted(damaged.glob("*.safetensors"))[0]
     shard.unlink()
-    with pytest.raises(BuildError, match=f"does not build as engine .* was built: .*{shard.name}"):
+    with pytest.raises(BuildError, match=rf"does not build as engine .* was built: .*{shard.name}"):
         engine.refit(damaged)
     assert np.array_equal(logits(engine), expected[0])
     assert [path.name for path in engine.folder.parent.iterdir() if "refit" in path.name] == []
