@@ -146,8 +146,8 @@ class BuildOptions:
 def rebuild_command(options: BuildOptions, has_draft_checkpoint: bool = False) -> str:
     """The command line that builds with the same options."""
     flags = []
-    for field in fields(options):
-        flag, value = f"--{field.name.replace('_', '-')}", getattr(options, field.name)
+    for name in (each.name for each in fields(options)):
+        flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
         if isinstance(value, bool):
             flags += [flag] if value else []
         else:
