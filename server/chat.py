@@ -94,6 +94,9 @@ class _Chat:
         self._shows_reasoning = body.include_reasoning is not False
         self._wants_logprobs = bool(body.logprobs)
         self._wants_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self._wants_accepted = options is not None and bool(options.include_accepted)
+        self._tells_tokens = self._wants_ids or self._wants_accepted
         self._prompt = answers.requests[0].prompt
         self._choices = [_Choice(plan.reader(tokenizer, self._prompt)) for _ in answers.requests]
         self._head = {
@@ -138,7 +141,7 @@ class _Chat:
                 choice = self._choices[index]
                 if body := self._delta(piece):
                     yield self._chunk(index, body, piece=piece)
-                elif piece.token_ids and (self._wants_ids or piece.logprobs):
+                elif piece.token_ids and (self._tells_tokens or piece.logprobs):
                     yield self._chunk(index, {}, piece=piece)
                 if choice.reader.end is not None:
                     yield self._chunk(index, {}, choice=choice)
@@ -221,6 +224,8 @@ class _Chat:
             made["stop_reason"] = choice.reader.stop_reason
         if piece is not None and self._wants_ids:
             made["token_ids"] = piece.token_ids
+        if piece is not None and self._wants_accepted:
+            made["accepted"] = _accepted(piece)
         if is_first and self._wants_ids:
             return self._event([made], prompt_token_ids=self._prompt)
         return self._event([made])
@@ -232,6 +237,16 @@ class _Chat:
 
     def _logprobs(self, items: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         return chat_logprobs(items, self._tokenizer) if self._wants_logprobs else None
+
+
+def _accepted(piece: AnswerPiece) -> dict[str, int]:
+    """Accepted drafts of a piece: tokens, and characters of its text, the first ones."""
+    parts = piece.parts[: piece.num_accepted_parts]
+    return {
+        "tokens": piece.num_accepted,
+        "reasoning_content": sum(len(part.reasoning) for part in parts),
+        "content": sum(len(part.content) for part in parts),
+    }
 
 
 def _call(call: CallDelta) -> dict[str, Any]:

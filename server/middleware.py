@@ -13,11 +13,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inkrt.server.errors import ApiError
+from inkrt.server.page import PATHS
 
 _log = logging.getLogger("inkrt.server")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Open without a key: whether the server is there, and how it is.
-OPEN_PATHS = ("/", "/health", "/ready", "/version", "/metrics")
+OPEN_PATHS = (*PATHS, "/health", "/ready", "/version", "/metrics")
 
 
 class RequestIds:

@@ -16,6 +16,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
+    include_accepted: bool | None = None  # of chats: what of each piece came out with drafts
 
 
 class GenerationRequest(BaseModel):

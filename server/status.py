@@ -73,6 +73,7 @@ async def server_info(request: Request) -> dict[str, Any]:
             "tp_size": config.tp_size,
             "max_model_len": config.max_seq_len,
             "max_batch_size": config.state.num_slots,
+            "reads": ["text", *(tower.kind for tower in config.towers)],
         },
         "speculation": llm.method,
         "answer_format": None if llm.engine.tokenizer is None else service.answer_format,

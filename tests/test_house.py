@@ -6,7 +6,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -148,8 +147,7 @@ def test_wheel_and_sdist_hold_the_linked_packages(source: Path, tmp_path: Path) 
     wheel = build("wheel", source, tmp_path / "wheel")
     assert wheel_files(wheel) == expected
 
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+    shutil.unpack_archive(sdist, tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     from_sdist = build("wheel", unpacked, tmp_path / "again")
     assert wheel_files(from_sdist) == expected

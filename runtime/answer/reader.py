@@ -25,12 +25,14 @@ class AnswerPiece:
         token_ids: tokens of the answer, with the one that ended it.
         logprobs: of those tokens that are text, if the request asked for them.
         num_accepted: how many of the tokens, the first ones, are accepted drafts.
+        num_accepted_parts: how many of the parts, the first ones, came out with these.
     """
 
     parts: tuple[Part, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     num_accepted: int
+    num_accepted_parts: int
 
 
 class AnswerReader:
@@ -69,6 +71,7 @@ class AnswerReader:
         logprobs: list[TokenLogprob] = []
         num_before = self.num_tokens
         last = len(delta.token_ids) - 1
+        num_accepted_parts = 0
         for place, token in enumerate(delta.token_ids):
             if self.end is not None:
                 break
@@ -80,6 +83,8 @@ class AnswerReader:
                     logprobs.append(delta.logprobs[place])
             if self._single_call and self._parser.num_closed_calls:
                 self.end = "tool_calls"
+            if place < delta.num_accepted:
+                num_accepted_parts = len(parts)
         if self.end is None and delta.finish_reason is not None:
             parts += self._finish(delta)
         num_taken = self.num_tokens - num_before
@@ -88,6 +93,7 @@ class AnswerReader:
             delta.token_ids[:num_taken],
             tuple(logprobs),
             min(delta.num_accepted, num_taken),
+            num_accepted_parts,
         )
 
     def _finish(self, delta: Delta) -> list[Part]:

@@ -219,3 +219,30 @@ async def test_text_cannot_forge_markers(scripted: Scripted) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": forged}}
     answer = await post(llm, "/v1/chat/completions", {**body, "tools": [tool]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.anyio
+async def test_pieces_tell_what_came_out_with_accepted_drafts(scripted: Scripted) -> None:
+    """As many tokens as the usage says, and in all the text that these tokens are."""
+    llm, executor = scripted(speculative=SpeculativeConfig(method="ngram"))
+    prompt = llm.llm.chat_prompt(MESSAGES)
+    ids = say(llm, executor, prompt, TEXT + "ab cd " * 20 + END + END_SAMPLING)
+    body = {
+        "messages": MESSAGES, "temperature": 0, "stop_token_ids": [ids[-1]], "stream": True,
+        "stream_options": {"include_usage": True, "include_accepted": True},
+        "return_token_ids": True,
+    }  # fmt: skip
+    *chunks, last = events_of((await post(llm, "/v1/chat/completions", body)).text)
+    assert "accepted" not in chunks[0]["choices"][0]
+    found = [choice for chunk in chunks for choice in chunk["choices"] if "accepted" in choice]
+    details = last["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 10
+    told = [choice["accepted"] for choice in found]
+    assert sum(each["tokens"] for each in told) == details["accepted_prediction_tokens"]
+    for choice in found:
+        text, accepted = choice["delta"].get("content", ""), choice["accepted"]
+        assert accepted["reasoning_content"] == 0
+        assert accepted["content"] <= len(text)
+        if accepted["tokens"] == len(choice["token_ids"]):
+            assert accepted["content"] == len(text)
+    assert sum(each["content"] for each in told) > 20
