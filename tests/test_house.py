@@ -119,7 +119,7 @@ def packaged_files(source: Path) -> set[str]:
         f"inkrt/{path.relative_to(source)}"
         for package in PACKAGES
         for path in (source / package).rglob("*")
-        if path.suffix in (".py", ".cu", ".cuh", ".json")
+        if path.suffix in (".py", ".cu", ".cuh", ".json", ".html", ".css", ".js")
         and "checkpoint" not in path.relative_to(source).parts  # of the repository only
     }
     own = [*(source / "inkrt").glob("*.py"), *(source / "inkrt" / "commands").glob("*.py")]
