@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from inkrt.runtime.engine_file import StateLayout, StateSpec
-from inkrt.runtime.executor.cpu import _BoundPlan, _Rank
+from inkrt.runtime.executor.cpu import _BoundPlan, _Memory, _Rank
 from inkrt.runtime.plan import Plan
 
 
@@ -16,9 +16,10 @@ def run_plan(
         for name, value in state.items()
     )
     layout = StateLayout(2, 64, 4, 13, specs)
-    rank = _Rank(weights, _StateOnly(layout), plan.arena_bytes)  # type: ignore[arg-type]
+    memory = _Memory(_StateOnly(layout), plan.arena_bytes)  # type: ignore[arg-type]
+    rank = _Rank(weights, memory)
     for name, value in state.items():
-        rank.state[name].copy_(value)
+        memory.state[name].copy_(value)
     tensors = rank.bind(plan)
     bound = _BoundPlan(plan, [tensors])
     for name, value in inputs.items():
@@ -26,7 +27,7 @@ def run_plan(
     for launch in plan.launches:
         bound.run_launch(launch)
     for name, value in state.items():
-        value.copy_(rank.state[name])
+        value.copy_(memory.state[name])
     return [tensors[index] for index in plan.outputs.values()]
 
 

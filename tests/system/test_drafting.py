@@ -283,6 +283,7 @@ def test_ranks_draft_what_one_rank_drafts(make_drafting_engine, engine):
             require_near(both.numpy(), whole.numpy())
 
 
+@pytest.mark.slow
 def test_ranks_agree_in_every_round(make_drafting_engine):
     """Drafts and drawn rows of each rank are the same, and so is what each of them would accept."""
     folder = make_drafting_engine("rnn", tp_size=2, max_verify_tokens=8)

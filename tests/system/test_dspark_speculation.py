@@ -86,6 +86,7 @@ def test_coupled_output_is_that_of_plain_decoding(
         assert stats.drafted < stats.proposed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", ["fixed", "confidence", "cost"])
 def test_probabilistic_output_depends_on_the_seed_alone(
     folder: Path, plain: list[Any], width: Any

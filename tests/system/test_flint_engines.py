@@ -186,6 +186,7 @@ def test_ranks_agree_with_a_single_rank(make_engine: Make, dtype: str, format_: 
         assert not np.array_equal(one, two)  # it was other arithmetic
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "format_"), [("bfloat16", "gguf"), ("float32", "safetensors")])
 def test_random_schedules_equal_a_plain_run(make_engine: Make, dtype: str, format_: str) -> None:
     """Drafts of any width, any of them rejected, leave no trace: rows have the plain run's bits.
