@@ -19,7 +19,10 @@ POSITIONS = [
     99_999, 100_000, 262_142, 262_143,
 ]  # fmt: skip
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.slow,
+]
 
 
 def owners(folder: Path, defines: dict[str, int]) -> list[list[int]]:

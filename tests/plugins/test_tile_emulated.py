@@ -14,7 +14,10 @@ from w4a16_tile_checks import TileChecks  # noqa: E402
 
 from inkrt.plugins.w4a16.shapes import Dims  # noqa: E402
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU"),
+    pytest.mark.slow,
+]
 
 # One step of K for most products; a router tile that is not full.
 TINY = Dims(
