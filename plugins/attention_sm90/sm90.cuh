@@ -56,6 +56,11 @@ INK_DEVICE void push(u32 to, float2 v, u32 bar) {
                "f"(v.x), "f"(v.y), "r"(bar)
                : "memory");
 }
+INK_DEVICE void push(u32 to, float v, u32 bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(v),
+               "r"(bar)
+               : "memory");
+}
 
 // ---- global memory that blocks exchange while they run; every word stands for itself ----
 INK_DEVICE void load_relaxed(const float4* p, float4& v) {

@@ -118,6 +118,8 @@ def cases() -> list[Case]:
             norms=1,
             first=3,
         ),
+        _case("kernel_wide", tokens=2, width=2304, rank=64, mixed=1, results=3, sources=2, norms=1),
+        _case("kernel_rank", tokens=1, width=384, rank=256, mixed=1, results=1, sources=2, norms=1),
     ]
 
 

@@ -17,6 +17,8 @@ _HERE = Path(__file__).parent
 _PLUGINS = _HERE.parents[2] / "plugins"
 # Scratch of kernels whose blocks wait for each other.
 _MEETINGS = {"exchange", "mix_exchange", "arrivals", "partials"}
+# Kernels with plugins/attention_sm90/sm90.cuh, of which sm90_on_cpu.h has another.
+_WITH_SM90 = {"attention.cu", "attention_window.cu", "gated_input.cu"}
 COMPILER = shutil.which("g++")
 
 
@@ -110,7 +112,7 @@ class Emulator:
                 shared = kernel.smem_bytes > 0 and (
                     "struct Shared {" in kernel.source.read_text().split("extern")[0]
                 )
-                sm90 = kernel.source.name in ("attention.cu", "attention_window.cu")
+                sm90 = kernel.source.name in _WITH_SM90
                 command = [
                     COMPILER, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-shared",
                     "-fPIC",
