@@ -2,7 +2,7 @@
 
 A token and a kv head have eight blocks, whatever T is, so that a step of eight tokens is eight
 steps of one beside each other. That takes the fewest phases, but a step of T tokens reads the keys
-T times from the L2, and all blocks are to run at once: ranks with many kv heads keep attention.cu.
+T times from the L2, and of many kv heads not all blocks run at once.
 """
 
 from pathlib import Path
@@ -11,11 +11,12 @@ from inkrt.plugins.attention_sm90.bank import BANK_BY_DISTANCE
 from inkrt.plugins.attention_sm90.tactics import HEAD_DIM, MAX_HEADS_PER_KV, Call
 from inkrt.plugins.registry import MAX_VERIFY_TOKENS
 from inkrt.plugins.tactic import Float32, KernelLaunch, Output, Param, Scratch, Tactic
+from inkrt.plugins.w4a16.shapes import MULTIPROCESSORS
 
 BLOCKS = 8  # of a token and a kv head
 _THREADS = 128
 _MAX_WINDOW = 1024  # two tiles of 16 keys for each of 32 warps
-_MAX_KV_HEADS = 2  # of eight tokens, 128 blocks on 132 multiprocessors
+_MAX_KV_HEADS = 8  # of eight tokens, 512 blocks, two of which share a multiprocessor
 _SLOTS = BLOCKS * (32 + 4)  # of 16 bytes, that a block receives
 
 
@@ -31,8 +32,13 @@ def fits_window_kernel(call: Call) -> bool:
 
 
 def window_tactics(call: Call) -> list[Tactic]:
-    """Ways of the blocks to exchange their results, which leave bits alone; best guess first."""
-    return [_tactic(call, in_memory=False), _tactic(call, in_memory=True)]
+    """Ways of the blocks to exchange their results, which leave bits alone; best guess first.
+
+    Through memory blocks wait for others that must run, so that all are to have a multiprocessor.
+    """
+    blocks = BLOCKS * call.num_kv_heads * call.num_tokens
+    ways = (False, True) if blocks <= MULTIPROCESSORS else (False,)
+    return [_tactic(call, in_memory=in_memory) for in_memory in ways]
 
 
 def _tactic(call: Call, *, in_memory: bool) -> Tactic:

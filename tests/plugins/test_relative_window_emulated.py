@@ -27,6 +27,7 @@ FAR = replace(SHORT, relative=Relative(16, 300))  # distances of the extent that
 TABLE = replace(SHORT, ring_rows=0)
 ODD = replace(SHORT, num_kv_heads=2, heads_per_kv=3)
 MOST = replace(SHORT, heads_per_kv=8)
+MANY = replace(SHORT, num_kv_heads=8, heads_per_kv=3)  # as Inkling-2-Mini on one GPU
 MIDDLE = replace(PAGED, window=513, ring_rows=576)  # two tiles, most of the second without keys
 
 
@@ -36,8 +37,7 @@ def steps(call: Call) -> Iterator[tuple[Tactic, int, int, int]]:
         for tactic in window_tactics(replace(call, num_tokens=width)):
             for offset in {0, 8 - width, 3} if width == 1 else {0, 8 - width}:
                 yield tactic, offset, width, width
-    (tactic, _) = window_tactics(call)
-    yield tactic, 0, 8, 3
+    yield window_tactics(call)[0], 0, 8, 3
 
 
 def assert_same_bits(folder: Path, call: Call, start: int, widths: tuple[int, ...]) -> None:
@@ -85,6 +85,7 @@ def test_bits_of_a_full_window(folder: Path, start: int, widths: tuple[int, ...]
         (ODD, 93),
         (ODD, 187),
         (MOST, 58),
+        (MANY, 93),
     ],
 )
 def test_bits_of_a_short_window(folder: Path, call: Call, start: int) -> None:
@@ -111,10 +112,10 @@ def test_two_tokens_through_memory_have_the_bits_of_one_in_a_cluster(folder: Pat
 
 def test_calls_of_the_kernel() -> None:
     assert fits_window_kernel(FULL_SIZE)
-    assert fits_window_kernel(replace(FULL_SIZE, num_kv_heads=2))
+    assert fits_window_kernel(replace(FULL_SIZE, num_kv_heads=8))
     for other in (
         PAGED,  # no window
-        replace(FULL_SIZE, num_kv_heads=4),  # not all blocks of eight tokens run at once
+        replace(FULL_SIZE, num_kv_heads=9),
         replace(FULL_SIZE, window=1025, ring_rows=1088),
         replace(FULL_SIZE, num_tokens=9),
         replace(FULL_SIZE, head_dim=64),
@@ -124,10 +125,15 @@ def test_calls_of_the_kernel() -> None:
 
 
 def test_blocks_that_exchange_through_memory_fit_on_the_gpu() -> None:
-    for num_kv_heads in (1, 2):
-        for tactic in window_tactics(replace(FULL_SIZE, num_kv_heads=num_kv_heads)):
+    for num_kv_heads in (1, 2, 3, 8):
+        call = replace(FULL_SIZE, num_kv_heads=num_kv_heads)
+        tactics = window_tactics(call)
+        assert [t.name for t in tactics][1:] == ["window_in_memory"] * (num_kv_heads <= 2)
+        for tactic in tactics:
             (kernel,) = tactic.kernels
-            assert kernel.grid[0] * kernel.grid[1] * kernel.grid[2] <= 132
+            blocks = kernel.grid[0] * kernel.grid[1] * kernel.grid[2]
+            assert blocks == 64 * num_kv_heads
+            assert kernel.cluster > 1 or blocks <= 132
             assert kernel.grid[0] % kernel.cluster == 0
 
 
