@@ -81,12 +81,15 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
                 const u8* gate_up, const float* gate_up_scale, const u8* down,
                 const float* down_scale,
 #if BY_WORDS
-                bf16* exchange, u32* turns,
-#if SHARE_ROWS
-                float* parts,
-#endif
+                bf16* exchange,
 #else
                 bf16* hidden, u64* arrivals,
+#endif
+#if BY_WORDS || SHARE_ROWS
+                u32* turns,
+#endif
+#if SHARE_ROWS
+                float* parts,
 #endif
                 void* out, int* error,
 #if IS_CHUNK || PUSHES
@@ -132,7 +135,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   PerExpert score;
   if (token_of_warp() < T) score = load_scores(own_scores + token_of_warp() * EXPERTS);
   const int first_expert = HAS_RANK ? load_act_int(rank) * OWN_EXPERTS : 0;
-#if BY_WORDS
+#if BY_WORDS || SHARE_ROWS
   const u32 turn = load_act4(turns + b);
 #endif
 #if PUSHES
@@ -168,12 +171,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
   constexpr int SLOT_VALUES = TOKENS * TOP_K * WIDTH;
   bf16* const hidden = exchange + (turn & 1) * SLOT_VALUES;
   turn_over<THREADS>(exchange + (~turn & 1) * SLOT_VALUES, hidden, SLOT_VALUES / 8, b, BLOCKS);
+#endif
 #if SHARE_ROWS
-  constexpr int PART_VALUES = LEFT_TILES * TOKEN_COLUMNS * TOP_K * 16;
+  constexpr int PART_VALUES = LEFT_TILES * TOKEN_COLUMNS * TOP_K * PARTS * 16;
   float* const handed = parts + (turn & 1) * PART_VALUES;
   turn_over<THREADS>((bf16*)(parts + (~turn & 1) * PART_VALUES), (const bf16*)handed,
                      PART_VALUES / 4, b, BLOCKS);
 #endif
+#if BY_WORDS || SHARE_ROWS
   if (tid == 0) turns[b] = turn + 1;  // all have read it
 #endif
 #if PUSHES
@@ -352,7 +357,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
 #if SHARE_ROWS
       if (r == row_tiles) {
         volatile float* const to =
-            handed + (row_tile - BLOCKS * WHOLE_ROUNDS) * TOKEN_COLUMNS * TOP_K * 16 + at;
+            handed + (row_tile - BLOCKS * WHOLE_ROUNDS) * TOKEN_COLUMNS * TOP_K * PARTS * 16 + at;
         to[0] = tile.c[0][e] + tile.c[1][e];
         to[8] = tile.c[0][2 + e] + tile.c[1][2 + e];
         continue;
@@ -395,13 +400,14 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
            sm.partial[r] + token * TOP_K * PARTS * 16 + row, PARTS * 16);
   }
 #if SHARE_ROWS
-  // A tile of the shared ones for each of the first blocks: four rows of a slot a thread, through
-  // the shared memory of the own tiles, behind a barrier.
+  // A tile of the shared ones for each of the first blocks: four rows of a slot's part a thread,
+  // through the shared memory of the own tiles, behind a barrier.
   if (b < LEFT_TILES) {
     __syncthreads();
-    for (int i = tid; i < T * TOP_K * 4; i += THREADS) {
-      const bool is_wanted = i / 4 % TOP_K < choice.num_slots[i / (4 * TOP_K)];
-      const float* const from = handed + b * TOKEN_COLUMNS * TOP_K * 16 + i * 4;
+    for (int i = tid; i < T * TOP_K * PARTS * 4; i += THREADS) {
+      const int slot = i / (4 * PARTS) % TOP_K;
+      const bool is_wanted = slot < choice.num_slots[i / (4 * PARTS * TOP_K)];
+      const float* const from = handed + b * TOKEN_COLUMNS * TOP_K * PARTS * 16 + i * 4;
       uint4 v = make_uint4(0, 0, 0, 0);
       u32 spins = 0;
       if (is_wanted)
@@ -413,8 +419,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     __syncthreads();
     for (int i = tid; i < 16 * T; i += THREADS)
       finish(BLOCKS * WHOLE_ROUNDS + b, i % 16, i / 16,
-             sm.partial[0] + i / 16 * TOP_K * 16 + i % 16,
-             16);
+             sm.partial[0] + i / 16 * TOP_K * PARTS * 16 + i % 16, PARTS * 16);
   }
 #endif
   MARK(11);

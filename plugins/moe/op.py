@@ -106,6 +106,8 @@ def cases() -> list[Case]:
         make("T1_mxfp8_slice", 1, 192, 32, 16, 4, partial=True, form="mxfp8"),
         make("T5_nvfp4_rank_of_4", 5, 64, 640, 32, 8, partial=True, rank=2, num_ranks=4,
              form="nvfp4"),
+        # More activations than fit shared memory, two parts of K, the second one short.
+        make("T8_nvfp4_two_parts", 8, 128, 672, 12, 8, form="nvfp4"),
         make("T1_mxfp8_rank_of_4", 1, 64, 32, 16, 2, partial=True, rank=3, num_ranks=4,
              form="mxfp8"),
         make("T6_same_experts", 6, 128, 32, 12, 8, bias=10.0),

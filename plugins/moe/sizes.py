@@ -76,6 +76,11 @@ def hidden_bytes(dims: MoeDims, rows: int) -> int:
     return rows * dims.top_k * (num_vectors(dims.width) * VECTOR_K + 8) * 2
 
 
+def num_parts(dims: MoeDims) -> int:
+    """Parts of an expert's K of the output, one warp's each."""
+    return -(-num_vectors(dims.width) // PART_VECTORS)
+
+
 def most_block_tiles(dims: MoeDims, rows: int, blocks: int) -> int:
     """Gate/up tiles that a block of experts.cu can have."""
     return -(-min(rows * dims.top_k, dims.own_experts) * (dims.width // 8) // blocks)
@@ -99,7 +104,7 @@ def experts_bytes(
     most_tiles = most_block_tiles(dims, rows, blocks)
     slots = (rows if narrow else MAX_TOKENS) * dims.top_k
     words = -(-dims.own_experts // 32)
-    parts = -(-num_vectors(dims.width) // PART_VECTORS)
+    parts = num_parts(dims)
     row_tiles = -(-(dims.hidden // 16) // blocks)
     partial = row_tiles * columns * dims.top_k * parts * 64
     in_shared = hidden_bytes(dims, rows)

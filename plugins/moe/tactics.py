@@ -14,6 +14,7 @@ from inkrt.plugins.moe.sizes import (
     WARPS,
     MoeDims,
     hidden_bytes,
+    num_parts,
     router_bytes,
     router_shares,
     router_threads,
@@ -146,13 +147,13 @@ def moe(
         Scratch("arrivals", 8, fill=0),
     )
     if variant.by_words:
-        meeting = (
-            Scratch("exchange", 2 * rows * dims.top_k * dims.width * 2, fill=0xFF),
-            Scratch("turns", 4 * blocks, fill=0),
-        )
+        size = 2 * rows * dims.top_k * dims.width * 2
+        meeting = (Scratch("exchange", size, fill=0xFF),)
+    if variant.by_words or variant.share_rows:
+        meeting = (*meeting, Scratch("turns", 4 * blocks, fill=0))
     if variant.share_rows:
         left = dims.hidden // 16 % blocks
-        size = 2 * left * MAX_TOKENS * dims.top_k * 16 * 4
+        size = 2 * left * MAX_TOKENS * dims.top_k * num_parts(dims) * 16 * 4
         meeting = (*meeting, Scratch("parts", size, fill=0xFF))
     common: tuple[Param, ...] = (
         Pointer("x"),

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from inkrt.plugins.moe.packing import VECTOR_BYTES, num_vectors
+from inkrt.plugins.moe.packing import VECTOR_BYTES
 from inkrt.plugins.moe.sizes import (
     MOST_HIDDEN_BYTES,
     MOST_ROUTER_ROWS,
-    PART_VECTORS,
     STAGE_VECTORS,
     WARPS,
     MoeDims,
@@ -42,8 +41,7 @@ class Variant:
             there are. Of two to four tokens by words.
         by_words: blocks wait for each other's activations themselves, not at a counter. Only where
             activations stand in shared memory.
-        share_rows: row tiles that do not go round all blocks are shared by all. Of several tokens
-            by words, where one warp has an expert's whole K.
+        share_rows: row tiles that do not go round all blocks are shared by all. Of several tokens.
     """
 
     by_words: bool
@@ -72,12 +70,7 @@ def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
             for by_words in ways
         ]
     blocks, row_tiles = num_blocks(dims), dims.hidden // 16
-    can_share = (
-        is_shared
-        and num_vectors(dims.width) <= PART_VECTORS
-        and row_tiles > blocks
-        and row_tiles % blocks > 0
-    )
+    can_share = row_tiles > blocks and row_tiles % blocks > 0
     narrow = Variant(by_words=True, is_narrow=True, share_rows=can_share)
     stage = WARPS * STAGE_VECTORS[dims.kind] * VECTOR_BYTES[dims.kind]
     can_narrow = (
@@ -87,8 +80,8 @@ def variants(dims: MoeDims, num_tokens: int) -> list[Variant]:
     )
     return [
         *([narrow] if can_narrow else []),
-        *([Variant(by_words=True, share_rows=True)] if can_share else []),
-        *(Variant(by_words=by_words) for by_words in ways),
+        *([Variant(by_words=is_shared, share_rows=True)] if can_share else []),
+        *(Variant(by_words=by_words) for by_words in ways if is_shared or not can_share),
     ]
 
 

@@ -34,7 +34,7 @@ using RowTile = size_t;
 #endif
 constexpr int WHOLE_ROUNDS = ROW_TILES / BLOCKS;
 constexpr int LEFT_TILES = SHARE_ROWS ? ROW_TILES % BLOCKS : 0;
-static_assert(!SHARE_ROWS || (BY_WORDS && !ONE_TOKEN && PARTS == 1), "a word for each slot");
+static_assert(!SHARE_ROWS || !ONE_TOKEN, "of several tokens only");
 // With more tiles left than this, a whole one for each of most warps takes less time.
 constexpr int MOST_SHARED = TILES_AT_ONCE * (WARPS * 5 / 6);
 

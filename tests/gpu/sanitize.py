@@ -7,8 +7,9 @@ Each engine is built once, outside the sanitizer; the steps are a prompt in chun
 every width, a rollback, and decode steps, greedy and with every sampling filter. Of Flint, engine
 "layers" has the model's sizes in five layers, which decode in one launch. Of Inkling-2, "inkling2"
 is seven small layers with heads of the full size and experts in NVFP4, MXFP8 and BF16, one of which
-attends to all keys, and "drafter" the small trained model itself, which also drafts. Prints a line
-for each engine and tool, and what a tool says if that is not clean; exits with 1 if any is not.
+attends to all keys, "loop" a small Inkling-2-Mini, and "drafter" the small trained model itself,
+which also drafts. Prints a line for each engine and tool, and what a tool says if it is not clean;
+exits with 1 if any is not.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from flint_config import CONFIG
+from loop_config import loop_config
 from nano_engines import CHECKPOINT
 
 from inkrt.builder.build import build_engine
@@ -47,7 +49,7 @@ CONFIGS = {
         **NVFP4,
     },
 }
-ENGINES = (*CONFIGS, "inkling2", "drafter")
+ENGINES = (*CONFIGS, "inkling2", "loop", "drafter")
 TOOLS = {
     "memcheck": ["--leak-check", "no"],
     "initcheck": [],
@@ -83,7 +85,10 @@ def build(kind: str, folder: Path) -> Path:
         options = BuildOptions(target="sm_90a", prefill_chunk=64, max_seq_len=256, spec="dspark")
         build_engine(CHECKPOINT, folder / "engine", options)
         return folder / "engine"
-    config = inkling2_config() if kind == "inkling2" else CONFIGS[kind]
+    if kind == "inkling2":
+        config = inkling2_config()
+    else:
+        config = loop_config(with_drafter=False) if kind == "loop" else CONFIGS[kind]
     (folder / "config.json").write_text(json.dumps(config))
     options = BuildOptions(target="sm_90a", weights="dummy", prefill_chunk=64, spec="none")
     build_engine(folder, folder / "engine", options)

@@ -1,4 +1,4 @@
-"""A small Inkling-2-Mini on the GPU: launches of all visits, widths of steps, rounds with drafts."""
+"""A small Inkling-2-Mini on the GPU: launches of all visits, widths of steps, drafts."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from both_targets import check_decode_loop, check_rows_alike, make_prompt
-from nano_engines import CHECKPOINT
+from loop_config import loop_config
 
 from inkrt import LLM, SamplingParams, SpeculativeConfig
 from inkrt.builder.build import build_engine
@@ -19,50 +19,14 @@ from inkrt.runtime.executor.cuda import CudaExecutor
 
 pytestmark = pytest.mark.gpu
 
-SLIDING, FULL = "hybrid_sliding", "hybrid"
-# Fifteen visits of seven layers, three heads of queries for one of keys as in the large one, and
-# experts of all formats in the core.
-LOOP: dict[str, Any] = {
-    "model_type": "inkling2_loop_text",
-    "num_hidden_layers": 7,
-    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
-    "n_layers_per_attn_res_block": 2,
-    "loop_config": {"core_start": 2, "core_end": 6, "num_passes": 3, "gate_rank": 64},
-    "num_attention_heads": 6,
-    "swa_num_attention_heads": 6,
-    "head_dim": 128,
-    "swa_head_dim": 128,
-    "d_rel": 16,
-    "max_position_embeddings": 1024,
-    "quantization_config": {
-        "quant_method": "modelopt",
-        "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": {
-            f"model.layers.{layer}.mlp.experts": {"quant_algo": algorithm}
-            for layer, algorithm in ((0, "NVFP4"), (2, "NVFP4"), (3, "MXFP8"), (6, "MXFP8"))
-        },
-    },
-}
-# The first token that is drafted stands behind the anchor's row, as the published model has it.
-DRAFTER = {"block_size": 8, "sample_from_anchor": False, "target_layer_ids": [1, 5, 13, 15]}
 # See test_inkling2_on_gpu.py.
 NEAR, TYPICAL = 2e-2, 3e-2
-
-
-def write_config(folder: Path, *, with_drafter: bool) -> None:
-    """A checkpoint of the small model, without weights."""
-    config = json.loads((CHECKPOINT / "config.json").read_text(encoding="utf-8"))
-    if with_drafter:
-        config |= {f"dspark_{name}": value for name, value in DRAFTER.items()}
-    else:
-        config = {name: value for name, value in config.items() if not name.startswith("dspark_")}
-    (folder / "config.json").write_text(json.dumps(config | LOOP))
 
 
 @pytest.fixture(scope="module")
 def engines(gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
     folder = tmp_path_factory.mktemp("loop")
-    write_config(folder, with_drafter=False)
+    (folder / "config.json").write_text(json.dumps(loop_config(with_drafter=False)))
     for target in ("cpu", "sm_90a"):
         options = BuildOptions(
             target=target, weights="dummy", prefill_chunk=64, keep_intermediates=True
@@ -98,7 +62,7 @@ def test_decode_feeds_itself_like_steps(engines: dict[str, Engine]) -> None:
 @pytest.fixture(scope="module")
 def drafting(gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loop")
-    write_config(folder, with_drafter=True)
+    (folder / "config.json").write_text(json.dumps(loop_config(with_drafter=True)))
     options = BuildOptions(target="sm_90a", weights="dummy", prefill_chunk=64, max_batch_size=3)
     build_engine(folder, folder / "engine", options)
     return folder / "engine"

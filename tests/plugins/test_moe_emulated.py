@@ -43,7 +43,14 @@ def test_near_the_reference(name: str, folder: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "name", ["T8_nvfp4_kernel", "T8_mxfp8_kernel", "T7_nvfp4_slice", "T5_nvfp4_rank_of_4"]
+    "name",
+    [
+        "T8_nvfp4_kernel",
+        "T8_mxfp8_kernel",
+        "T7_nvfp4_slice",
+        "T5_nvfp4_rank_of_4",
+        "T8_nvfp4_two_parts",
+    ],
 )
 def test_bits_depend_on_neither_the_width_nor_blocks(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +70,9 @@ def test_bits_depend_on_neither_the_width_nor_blocks(
             assert torch.equal(got, together[first:last])
 
 
-@pytest.mark.parametrize("name", ["T2_nvfp4_kernel", "T1_like_nano", "T8_like_nano"])
+@pytest.mark.parametrize(
+    "name", ["T2_nvfp4_kernel", "T1_like_nano", "T8_like_nano", "T8_nvfp4_two_parts"]
+)
 def test_a_launch_takes_nothing_from_those_before(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

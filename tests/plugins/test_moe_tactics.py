@@ -28,6 +28,7 @@ from inkrt.plugins.w4a16.shapes import MAX_SMEM
 SLICE = MoeDims(hidden=4608, width=576, experts=384, own_experts=384, top_k=8, kind="nvfp4")
 WHOLE = replace(SLICE, width=2304, own_experts=96)
 NARROW = replace(SLICE, width=288)
+MINI = MoeDims(hidden=2304, width=1152, experts=128, own_experts=128, top_k=8, kind="nvfp4")
 NANO = MoeDims(hidden=256, width=64, experts=8, own_experts=8, top_k=2, kind="bf16")
 FORMATS: tuple[Format, ...] = ("nvfp4", "mxfp8", "bf16")
 
@@ -55,6 +56,7 @@ def tactic(dims: MoeDims, num_tokens: int) -> Tactic:
         *(replace(dims, kind=kind) for dims in (SLICE, WHOLE) for kind in FORMATS),
         NARROW,
         NANO,
+        MINI,
     ],
     ids=lambda dims: f"{dims.kind}_{dims.width}",
 )
@@ -165,6 +167,12 @@ def test_the_first_tactic_is_the_one_with_which_steps_took_least() -> None:
     of_several = ["moe_words_rows", "moe_words", "moe"]
     assert names[4] == ["moe_narrow_words_rows", *of_several]
     assert names[8] == names[9] == of_several
+    # Of eight tokens Inkling-2-Mini has more activations than shared memory.
+    assert [way.name for way in all_tactics(MINI, 4)][:2] == [
+        "moe_narrow_words_rows",
+        "moe_words_rows",
+    ]
+    assert [way.name for way in all_tactics(MINI, 8)] == ["moe_rows"]
 
 
 def test_bytes_are_those_of_the_experts_that_are_read() -> None:
