@@ -21,7 +21,7 @@ from inkrt.plugins.vector import bytes_of, has_kernels, is_dense, launch
 CLUSTER = 8  # blocks of a token's result; each makes as many rows of `down` and of the result
 _MOST_FORMER = 3
 THREADS = 256
-# Beside a block of w4a16/ring_linear.cu of 24 warps with 48: of each of the four files of registers
+# Beside a block of w4a16/ring_linear.cu of 12 warps with 96: of each of the four files of registers
 # it leaves two warps 112. Compiled for sm_100a it needs some more, and nothing has been measured.
 REGISTERS = {"sm_90a": 112, "sm_100a": 120}
 _MOST_WIDTH = 4608  # more would not stay in registers

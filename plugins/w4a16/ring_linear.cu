@@ -35,12 +35,21 @@ constexpr int HEAD_WARPS = 4;              // that have outputs
 static_assert(NV % STAGE_VECTORS == 0, "whole stages");
 static_assert(NUM_WARPS >= HEAD_WARPS, "128 outputs of a tile");
 
+// What a tile belongs to. A table in shared memory: chosen by comparisons of a tile's number, which
+// compile to branches or jumps, it delayed every request.
+struct Matrix {
+  const u8* weights;
+  const bf16* x;
+  void* y;
+  int rows, first_tile;
+};
 struct Shared {
   alignas(128) u8 ring[NUM_WARPS * STAGES * STAGE_BYTES];
   // Of two tiles, so one barrier a tile is enough.
   alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];
   u64 bars[NUM_WARPS * STAGES];
   u64 started;  // all warps have asked for their first stages
+  Matrix matrices[MATRICES];
 #if RESULT == 2
   float best[HEAD_WARPS][MAX_TOKENS];
   int best_row[HEAD_WARPS][MAX_TOKENS];
@@ -50,31 +59,31 @@ struct Shared {
 #endif
 };
 
-struct Pointers {
-  const u8* weights[8];
-  const bf16* x[4];
-  void* y[8];
-};
-// What a tile belongs to.
-struct Place {
-  const u8* weights;  // of the tile
-  void* y;
-  int input, rows, first;  // rows of the matrix; the tile's first
-};
-INK_DEVICE Place place_of(const Pointers& p, int tile) {
-  Place place = {p.weights[0], p.y[0], input_of(0), rows_of(0), tile};
-#pragma unroll
-  for (int m = 1; m < MATRICES; m++)
-    if (tile >= first_tile(m))
-      place = {p.weights[m], p.y[m], input_of(m), rows_of(m), tile - first_tile(m)};
-  place.weights += (size_t)place.first * TILE_BYTES;
-  place.first *= 16;
-  return place;
+// Templates, as loops over constant expressions were left to run time.
+template <int M = 1>
+INK_DEVICE int matrices_before(int tile) {
+  if constexpr (M < MATRICES) {
+    constexpr int first = first_tile(M);
+    return (tile >= first) + matrices_before<M + 1>(tile);
+  } else {
+    return 0;
+  }
+}
+template <int M = 0>
+INK_DEVICE void write_table(Shared& sm, const u8* const (&weights)[8], const bf16* const (&xs)[4],
+                            void* const (&ys)[8]) {
+  if constexpr (M < MATRICES) {
+    constexpr int input = input_of(M), rows = rows_of(M), first = first_tile(M);
+    if (threadIdx.x == M) sm.matrices[M] = {weights[M], xs[input], ys[M], rows, first};
+    write_table<M + 1>(sm, weights, xs, ys);
+  }
+}
+INK_DEVICE const Matrix& matrix_of(const Shared& sm, int tile) {
+  return sm.matrices[matrices_before(tile)];
 }
 
 // A warp's stages. All lanes call everything in the same order.
 struct Stream {
-  const Pointers& pointers;
   Shared& sm;
   u8* ring;
   u64* bars;
@@ -87,7 +96,11 @@ struct Stream {
 
   INK_DEVICE const u8* next() {  // null: no more
     if (tile >= NUM_TILES) return nullptr;
-    if (part == 0) source = place_of(pointers, tile).weights + warp * NV * CODE_BYTES;
+    if (part == 0) {
+      const Matrix& matrix = matrix_of(sm, tile);
+      source = matrix.weights + (size_t)(tile - matrix.first_tile) * TILE_BYTES +
+               warp * NV * CODE_BYTES;
+    }
     const u8* stage = source;
     source += STAGE_BYTES;
     if (++part == PARTS) part = 0, tile += gridDim.x;
@@ -102,12 +115,13 @@ struct Stream {
       load_weights(ring + to * STAGE_BYTES, from, STAGE_BYTES, bars + to);
     }
   }
+  // The table is there behind it.
   INK_DEVICE void begin(int* error) {
     if (lane == 0)
 #pragma unroll
       for (int s = 0; s < STAGES; s++) mbar_init(bars + s, 1);
     if (threadIdx.x == 0) mbar_init(&sm.started, NUM_WARPS);
-    __syncthreads();  // warps wait for each other's stages
+    __syncthreads();  // warps wait for each other's stages, and read the table
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) {
       const int before = s * NUM_WARPS + warp - PACE;
@@ -151,12 +165,11 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
   const int T = ONE_TOKEN ? 1 : num_rows;
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const Pointers pointers = {{w0, w1, w2, w3, w4, w5, w6, w7},
-                             {x0, x1, x2, x3},
-                             {y0, y1, y2, y3, y4, y5, y6, y7}};
   trigger_first();
+  write_table(sm, {w0, w1, w2, w3, w4, w5, w6, w7}, {x0, x1, x2, x3},
+              {y0, y1, y2, y3, y4, y5, y6, y7});
   Stream stream = {
-      pointers, sm, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp, lane};
+      sm, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp, lane};
 #if RESULT == 3
   const Peers* const peers = (const Peers*)y0;
   const Push::Asked asked = Push::asked(peers, error, num_tokens);  // in front of large loads
@@ -171,7 +184,7 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
 #endif
 
   Activations<NV> b;
-  int input = -1;
+  const bf16* x = nullptr;
   const int token = tid & 7;
 #if RESULT == 2
   Choice largest = least_choice(0x7FFFFFFF);
@@ -179,13 +192,9 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
   int round = 0;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < NUM_TILES; tile += gridDim.x, round ^= 1) {
-    const Place place = place_of(pointers, tile);
-    if (place.input != input) {
-      input = place.input;
-      const bf16* x = pointers.x[0];
-#pragma unroll
-      for (int i = 1; i < INPUTS; i++)
-        if (input == i) x = pointers.x[i];
+    const Matrix matrix = matrix_of(sm, tile);
+    if (matrix.x != x) {
+      x = matrix.x;
       load_rows(b, x, warp * NV, lane, T);
     }
     Tile sum = zero_tile();
@@ -197,21 +206,21 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
     if (tile == blockIdx.x) sm.push.keep(push_word, peers);
 #endif
     __syncthreads();
-    const int row = place.first + (tid >> 3);
-    if (tid < 128 && token < T && row < place.rows) {
+    const int row = (tile - matrix.first_tile) * 16 + (tid >> 3);
+    if (tid < 128 && token < T && row < matrix.rows) {
       const float* sums = partial + (tid >> 3) * TOKEN_COLUMNS + token;
       const float y = strided_sum<NUM_WARPS>(sums, TILE_SUMS);
-      const size_t at = (size_t)token * place.rows + row;
+      const size_t at = (size_t)token * matrix.rows + row;
 #if RESULT == 0
-      ((bf16*)place.y)[at] = to_bf16(y);
+      ((bf16*)matrix.y)[at] = to_bf16(y);
 #elif RESULT == 1
-      ((float*)place.y)[at] = y;
+      ((float*)matrix.y)[at] = y;
 #elif RESULT == 3
       sm.push.send(token, at, y);
 #else
       float logit = ROUNDED ? round_bf16(y) : y;
       if (CAPPED) logit = tanhf(logit / cap) * cap;
-      ((float*)place.y)[at] = logit;
+      ((float*)matrix.y)[at] = logit;
       keep_better(largest, logit, row);
 #endif
     }

@@ -100,13 +100,13 @@ class Ring:
         """Of all rings of a block."""
         return self.warps * self.vectors * self.stages * _VECTOR_BYTES
 
-    def smem(self, width: int, num_tokens: int, *, is_head: bool) -> int:
+    def smem(self, width: int, num_tokens: int, matrices: int, *, is_head: bool) -> int:
         """`Shared` of ring_linear.cu."""
         partial = 2 * partial_bytes(padded_width(width), self.warps, num_tokens)
         best = 4 * MAX_TOKENS * 4 if is_head else 0
         return struct_bytes(
             (self.num_bytes, 128), (partial, 16), (self.warps * self.stages * 8, 8), (8, 8),
-            (best, 4), (best, 4),
+            (32 * matrices, 8), (best, 4), (best, 4),
         )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _kernel(
             len(values) <= count, "ring_linear", f"{len(values)} {name}, expected up to {count}"
         )
         own |= {f"{name}{i}": values[min(i, len(values) - 1)] for i in range(count)}
-    smem = ring.smem(group.width, num_tokens, is_head=best is not None)
+    smem = ring.smem(group.width, num_tokens, len(group.rows), is_head=best is not None)
     return launch(
         "ring_linear",
         [

@@ -19,8 +19,9 @@ from inkrt.runtime.executor.cuda import CudaExecutor
 
 pytestmark = pytest.mark.gpu
 
-# See test_inkling2_on_gpu.py.
-NEAR, TYPICAL = 2e-2, 3e-2
+# Products rounded otherwise, on the CPU: 5e-3 of a launch in front of the first experts, 2e-2 to
+# 4e-2 of half of all launches, 0.14 of the farthest. A wrong scale, sign or row is off by about 1.
+NEAR, TYPICAL, FARTHEST = 2e-2, 6e-2, 0.4
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,9 @@ def engines(gpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     (folder / "config.json").write_text(json.dumps(loop_config(with_drafter=False)))
     for target in ("cpu", "sm_90a"):
         options = BuildOptions(
-            target=target, weights="dummy", prefill_chunk=64, keep_intermediates=True
-        )
+            target=target, weights="dummy", prefill_chunk=64, max_batch_size=2,
+            keep_intermediates=True,
+        )  # fmt: skip
         build_engine(folder, folder / target, options)
     with Engine.open(folder / "cpu") as cpu, Engine.open(folder / "sm_90a") as gpu_engine:
         yield {"cpu": cpu, "sm_90a": gpu_engine}
@@ -48,7 +50,10 @@ def test_every_launch_is_near_the_cpu(engines: dict[str, Engine], before: int, w
     first_moe = next(d.launch for d in distances if d.op == "moe")
     assert all(d.relative_error <= NEAR for d in distances if d.launch <= first_moe), distances
     assert np.median([d.relative_error for d in distances]) <= TYPICAL, distances
-    assert max(d.relative_error for d in distances) <= 1.0, distances
+    worst = max(
+        (d for d in distances if d.op != "lm_head_sample"), key=lambda one: one.relative_error
+    )
+    assert worst.relative_error <= FARTHEST, worst
 
 
 def test_rows_do_not_depend_on_the_width(engines: dict[str, Engine]) -> None:
