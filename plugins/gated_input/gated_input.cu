@@ -2,16 +2,20 @@
 // message and the gate's input itself; each has some rows of `down`, which it hands to the others,
 // and some columns of the result.
 //
-// Nearly all of the time is latency, so weights are asked for long before they are used: into the L2
-// before the kernel waits, rows of `down` into registers when the input has come, before it is
+// Nearly all of the time is latency, so weights are asked for long before they are used: into the
+// L2 before the kernel waits, rows of `down` into registers when the input has come, before it is
 // summed up, and those of `forget` and `gain` before blocks wait for each other's rows.
 //
 // Macros: WIDTH, RANK, FORMER (sources of messages), RESULTS, OWN_MIXED (whether each result has a
-// mixed input of its own), REGISTERS.
+// mixed input of its own), REGISTERS, DRY_PASS (see allreduce_conv_mix/mix.cuh: before the wait all
+// of it runs once, but for what others see).
 #include "attention_sm90/latency.cuh"
 #include "attention_sm90/sm90.cuh"
 #include "vector.cuh"
 
+#ifndef DRY_PASS
+#define DRY_PASS 0
+#endif
 constexpr int BLOCKS = 8, THREADS = 256, WARPS = THREADS / 32;
 constexpr int COLUMNS = WIDTH / BLOCKS, OWN_COLUMNS = (COLUMNS + THREADS - 1) / THREADS;
 constexpr int FOURS = WIDTH / 4, OWN_FOURS = (FOURS + THREADS - 1) / THREADS;
@@ -112,179 +116,189 @@ extern "C" __global__ void __maxnreg__(REGISTERS)
     bulk_prefetch(gain, COLUMNS * RANK * sizeof(bf16));
   }
   queries += (size_t)(first + result) * WIDTH;
-  Four q[OWN_FOURS];
+  auto run = [&](bool is_dry) {
+    Four q[OWN_FOURS];
 #pragma unroll
-  for (int n = 0; n < OWN_FOURS; n++) {
-    const int four = tid + n * THREADS;
-    q[n] = four < FOURS ? load_weight_four<true>(queries, 4 * four) : zero_four();
-  }
-  pdl_wait();
-  cluster_wait_aligned();
+    for (int n = 0; n < OWN_FOURS; n++) {
+      const int four = tid + n * THREADS;
+      q[n] = four < FOURS ? load_weight_four<true>(queries, 4 * four) : zero_four();
+    }
+    if (!is_dry) {
+      pdl_wait();
+      cluster_wait_aligned();
+    }
 
-  const bf16* const former[] = {f0, f1, f2};
-  const size_t row = (size_t)token * WIDTH;
-  mixed += (size_t)(OWN_MIXED ? result : 0) * num_rows * WIDTH + row;
-  Four u[OWN_FOURS];
-  uint2 source[OWN_FOURS][FORMER];  // as they are, in half the registers
+    const bf16* const former[] = {f0, f1, f2};
+    const size_t row = (size_t)token * WIDTH;
+    const float* const own_mixed =
+        mixed + (size_t)(OWN_MIXED ? result : 0) * num_rows * WIDTH + row;
+    Four u[OWN_FOURS];
+    uint2 source[OWN_FOURS][FORMER];  // as they are, in half the registers
 #pragma unroll
-  for (int n = 0; n < OWN_FOURS; n++) {
-    const int four = tid + n * THREADS;
-    u[n] = four < FOURS ? load_act_four<true>(mixed, 4 * four) : zero_four();
+    for (int n = 0; n < OWN_FOURS; n++) {
+      const int four = tid + n * THREADS;
+      u[n] = four < FOURS ? load_act_four<true>(own_mixed, 4 * four) : zero_four();
+#pragma unroll
+      for (int j = 0; j < FORMER; j++)
+        source[n][j] = four < FOURS ? load_act8(former[j] + row + 4 * four) : make_uint2(0, 0);
+    }
+    float sums[SUMS] = {};
+#pragma unroll
+    for (int n = 0; n < OWN_FOURS; n++) {
+      const int four = tid + n * THREADS;
+      if (four < FOURS) store_four<true>(m.u, 4 * four, u[n]);
+      sums[2 * FORMER] = __fadd_rn(sums[2 * FORMER], dot_four(u[n], u[n]));
+#pragma unroll
+      for (int j = 0; j < FORMER; j++) {
+        const Four s = four_of(source[n][j]);
+        sums[2 * j] = __fadd_rn(sums[2 * j], dot_four(s, s));
+        sums[2 * j + 1] = __fadd_rn(sums[2 * j + 1], dot_four(q[n], s));
+      }
+    }
+    uint4 early[EARLY_PIECES];
+    const uint4 none = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int n = 0; n < EARLY_PIECES; n++) {
+      const bf16* const weights = down + (size_t)warp * 2 * WIDTH + 8 * lane;
+      early[n] = warp < DOWN_ROWS ? load_weight16(weights + 256 * n) : none;
+    }
+    block_sums(m.sums, sums);
+
+    // Shares of the sources, as `residual_mix` has them.
+    float share[FORMER], top = 0.f, all = 0.f;
+#pragma unroll
+    for (int j = 0; j < FORMER; j++) {
+      const float r = inverse_rms(sums[2 * j], mix_eps);
+      share[j] = __fmul_rn(__fmul_rn(sums[2 * j + 1], r), sqrtf(1.f / WIDTH));
+      top = j ? fmaxf(top, share[j]) : share[j];
+    }
+#pragma unroll
+    for (int j = 0; j < FORMER; j++) {
+      share[j] = expf(__fadd_rn(share[j], -top));
+      all = __fadd_rn(all, share[j]);
+    }
 #pragma unroll
     for (int j = 0; j < FORMER; j++)
-      source[n][j] = four < FOURS ? load_act8(former[j] + row + 4 * four) : make_uint2(0, 0);
-  }
-  float sums[SUMS] = {};
-#pragma unroll
-  for (int n = 0; n < OWN_FOURS; n++) {
-    const int four = tid + n * THREADS;
-    if (four < FOURS) store_four<true>(m.u, 4 * four, u[n]);
-    sums[2 * FORMER] = __fadd_rn(sums[2 * FORMER], dot_four(u[n], u[n]));
-#pragma unroll
-    for (int j = 0; j < FORMER; j++) {
-      const Four s = four_of(source[n][j]);
-      sums[2 * j] = __fadd_rn(sums[2 * j], dot_four(s, s));
-      sums[2 * j + 1] = __fadd_rn(sums[2 * j + 1], dot_four(q[n], s));
-    }
-  }
-  uint4 early[EARLY_PIECES];
-  if (warp < DOWN_ROWS) {
-    const bf16* const weights = down + (size_t)warp * 2 * WIDTH + 8 * lane;
-#pragma unroll
-    for (int n = 0; n < EARLY_PIECES; n++) early[n] = load_weight16(weights + 256 * n);
-  }
-  block_sums(m.sums, sums);
+      share[j] = __fmul_rn(share[j] / all, inverse_rms(sums[2 * j], mix_eps));
+    const float of_u = inverse_rms(sums[2 * FORMER], gate_eps);
 
-  // Shares of the sources, as `residual_mix` has them.
-  float share[FORMER], top = 0.f, all = 0.f;
+    Four message[OWN_FOURS];
+    float square[1] = {0.f};
 #pragma unroll
-  for (int j = 0; j < FORMER; j++) {
-    const float r = inverse_rms(sums[2 * j], mix_eps);
-    share[j] = __fmul_rn(__fmul_rn(sums[2 * j + 1], r), sqrtf(1.f / WIDTH));
-    top = j ? fmaxf(top, share[j]) : share[j];
-  }
+    for (int n = 0; n < OWN_FOURS; n++) {
+      const int four = tid + n * THREADS;
+      message[n] = zero_four();
 #pragma unroll
-  for (int j = 0; j < FORMER; j++) {
-    share[j] = expf(__fadd_rn(share[j], -top));
-    all = __fadd_rn(all, share[j]);
-  }
+      for (int j = 0; j < FORMER; j++) {
+        const Four s = four_of(source[n][j]);
 #pragma unroll
-  for (int j = 0; j < FORMER; j++)
-    share[j] = __fmul_rn(share[j] / all, inverse_rms(sums[2 * j], mix_eps));
-  const float of_u = inverse_rms(sums[2 * FORMER], gate_eps);
-
-  Four message[OWN_FOURS];
-  float square[1] = {0.f};
+        for (int e = 0; e < 4; e++) message[n].v[e] = fmaf(share[j], s.v[e], message[n].v[e]);
+      }
+      square[0] = __fadd_rn(square[0], dot_four(message[n], message[n]));
+      if (four >= FOURS) continue;
+      const int own = 4 * four - block * COLUMNS;
+      if (own >= 0 && own < COLUMNS) store_four<true>(m.message, own, message[n]);
+      Four x = four_of(*(const uint4*)(m.u + 4 * four));  // its own, whose registers weights have
 #pragma unroll
-  for (int n = 0; n < OWN_FOURS; n++) {
-    const int four = tid + n * THREADS;
-    message[n] = zero_four();
-#pragma unroll
-    for (int j = 0; j < FORMER; j++) {
-      const Four s = four_of(source[n][j]);
-#pragma unroll
-      for (int e = 0; e < 4; e++) message[n].v[e] = fmaf(share[j], s.v[e], message[n].v[e]);
+      for (int e = 0; e < 4; e++) x.v[e] = __fmul_rn(x.v[e], of_u);
+      store_four<false>(m.input, 4 * four, x);
     }
-    square[0] = __fadd_rn(square[0], dot_four(message[n], message[n]));
-    if (four >= FOURS) continue;
-    const int own = 4 * four - block * COLUMNS;
-    if (own >= 0 && own < COLUMNS) store_four<true>(m.message, own, message[n]);
-    Four x = four_of(*(const uint4*)(m.u + 4 * four));  // its own, whose registers weights have
+    block_sums(m.of_message, square);
+    const float of_message = inverse_rms(square[0], gate_eps);
 #pragma unroll
-    for (int e = 0; e < 4; e++) x.v[e] = __fmul_rn(x.v[e], of_u);
-    store_four<false>(m.input, 4 * four, x);
-  }
-  block_sums(m.of_message, square);
-  const float of_message = inverse_rms(square[0], gate_eps);
+    for (int n = 0; n < OWN_FOURS; n++) {
+      const int four = tid + n * THREADS;
 #pragma unroll
-  for (int n = 0; n < OWN_FOURS; n++) {
-    const int four = tid + n * THREADS;
-#pragma unroll
-    for (int e = 0; e < 4; e++) message[n].v[e] = __fmul_rn(message[n].v[e], of_message);
-    if (four < FOURS) store_four<false>(m.input, WIDTH + 4 * four, message[n]);
-  }
-  __syncthreads();
-
-  // Row `i` of the block's, whose first pieces may be here; r goes to all blocks.
-  auto row_of_down = [&](int i, bool is_early) {
-    const bf16* const weights = down + (size_t)i * 2 * WIDTH + 8 * lane;
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < PIECES; n++) {
-      const bool is_here = is_early && n < EARLY_PIECES;
-      const uint4 w = is_here ? early[n] : load_weight16(weights + 256 * n);
-      sum = dot_eight(w, *(const uint4*)(m.input + 256 * n + 8 * lane), sum);
+      for (int e = 0; e < 4; e++) message[n].v[e] = __fmul_rn(message[n].v[e], of_message);
+      if (four < FOURS) store_four<false>(m.input, WIDTH + 4 * four, message[n]);
     }
-    const float r = to_float(to_bf16(lanes_sum<32>(sum)));
-    if (lane < BLOCKS)
-      sm90::push(sm90::address_at(m.r + block * DOWN_ROWS + i, lane), r,
-                 sm90::address_at(&m.has_rows, lane));
-  };
-  if (warp < DOWN_ROWS) row_of_down(warp, true);
-  if constexpr (DOWN_ROWS > WARPS)
-    for (int i = warp + WARPS; i < DOWN_ROWS; i += WARPS) row_of_down(i, false);
+    __syncthreads();
 
-  const int own_row = tid / ROW_LANES, of_row = tid % ROW_LANES * 8;
-  uint4 of_forget[EARLY_ROUNDS], of_gain[EARLY_ROUNDS];
-  auto ask = [&](int start) {
+    // Row `i` of the block's, whose first pieces may be here; r goes to all blocks.
+    auto row_of_down = [&](int i, bool is_early) {
+      const bf16* const weights = down + (size_t)i * 2 * WIDTH + 8 * lane;
+      float sum = 0.f;
 #pragma unroll
-    for (int n = 0; n < EARLY_ROUNDS; n++) {
-      const int column = (start + n) * ROWS_AT_ONCE + own_row;
-      if (column >= COLUMNS) continue;
-      of_forget[n] = load_weight16(forget + (size_t)column * RANK + of_row);
-      of_gain[n] = load_weight16(gain + (size_t)column * RANK + of_row);
-    }
-  };
-  ask(0);
-  sm90::mbar_wait_cluster(&m.has_rows, 0, error);
-  float r[8];
+      for (int n = 0; n < PIECES; n++) {
+        const bool is_here = is_early && n < EARLY_PIECES;
+        const uint4 w = is_here ? early[n] : load_weight16(weights + 256 * n);
+        sum = dot_eight(w, *(const uint4*)(m.input + 256 * n + 8 * lane), sum);
+      }
+      const float r = to_float(to_bf16(lanes_sum<32>(sum)));
+      if (lane < BLOCKS && !is_dry)
+        sm90::push(sm90::address_at(m.r + block * DOWN_ROWS + i, lane), r,
+                   sm90::address_at(&m.has_rows, lane));
+    };
+    if (warp < DOWN_ROWS) row_of_down(warp, true);
+    if constexpr (DOWN_ROWS > WARPS)
+      for (int i = warp + WARPS; i < DOWN_ROWS; i += WARPS) row_of_down(i, false);
+
+    const int own_row = tid / ROW_LANES, of_row = tid % ROW_LANES * 8;
+    uint4 of_forget[EARLY_ROUNDS], of_gain[EARLY_ROUNDS];
+    auto ask = [&](int start) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) r[i] = m.r[of_row + i];
+      for (int n = 0; n < EARLY_ROUNDS; n++) {
+        const int column = (start + n) * ROWS_AT_ONCE + own_row;
+        const size_t at = (size_t)column * RANK + of_row;
+        of_forget[n] = column < COLUMNS ? load_weight16(forget + at) : none;
+        of_gain[n] = column < COLUMNS ? load_weight16(gain + at) : none;
+      }
+    };
+    ask(0);
+    if (!is_dry) sm90::mbar_wait_cluster(&m.has_rows, 0, error);
+    float r[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) r[i] = m.r[of_row + i];
 #pragma unroll 1
-  for (int start = 0; start < ROUNDS; start += EARLY_ROUNDS) {
-    if (start) ask(start);
+    for (int start = 0; start < ROUNDS; start += EARLY_ROUNDS) {
+      if (start) ask(start);
 #pragma unroll
-    for (int n = 0; n < EARLY_ROUNDS; n++) {
-      const int column = (start + n) * ROWS_AT_ONCE + own_row;
-      const float phi = dot_rank(of_forget[n], r), gamma = dot_rank(of_gain[n], r);
-      if (of_row || column >= COLUMNS) continue;
-      m.phi[column] = phi;
-      m.gamma[column] = gamma;
+      for (int n = 0; n < EARLY_ROUNDS; n++) {
+        const int column = (start + n) * ROWS_AT_ONCE + own_row;
+        const float phi = dot_rank(of_forget[n], r), gamma = dot_rank(of_gain[n], r);
+        if (of_row || column >= COLUMNS) continue;
+        m.phi[column] = phi;
+        m.gamma[column] = gamma;
+      }
     }
-  }
-  __syncthreads();
+    __syncthreads();
 
-  float gated[OWN_COLUMNS], own[1] = {0.f};
+    float gated[OWN_COLUMNS], own[1] = {0.f};
 #pragma unroll
-  for (int n = 0; n < OWN_COLUMNS; n++) {
-    const int column = tid + n * THREADS;
-    gated[n] = 0.f;
-    if (column >= COLUMNS) continue;
-    const float phi = tanhf(m.phi[column]), gamma = tanhf(m.gamma[column]);
-    const float kept = __fmul_rn(__fadd_rn(1.f, -phi), m.u[block * COLUMNS + column]);
-    gated[n] = __fadd_rn(kept, __fmul_rn(gamma, m.message[column]));
-    own[0] = __fadd_rn(own[0], __fmul_rn(gated[n], gated[n]));
-  }
-  float of_norm[OWN_COLUMNS];
+    for (int n = 0; n < OWN_COLUMNS; n++) {
+      const int column = tid + n * THREADS;
+      gated[n] = 0.f;
+      if (column >= COLUMNS) continue;
+      const float phi = tanhf(m.phi[column]), gamma = tanhf(m.gamma[column]);
+      const float kept = __fmul_rn(__fadd_rn(1.f, -phi), m.u[block * COLUMNS + column]);
+      gated[n] = __fadd_rn(kept, __fmul_rn(gamma, m.message[column]));
+      own[0] = __fadd_rn(own[0], __fmul_rn(gated[n], gated[n]));
+    }
+    float of_norm[OWN_COLUMNS];
 #pragma unroll
-  for (int n = 0; n < OWN_COLUMNS; n++) {
-    const int column = tid + n * THREADS;
-    of_norm[n] = column < COLUMNS ? to_float((bf16)load_weight2(norm + column)) : 0.f;
-  }
-  block_sums(m.own, own);
-  if (tid < BLOCKS)
-    sm90::push(sm90::address_at(m.squares + block, tid), own[0],
-               sm90::address_at(&m.has_squares, tid));
-  // All that others push has come then, so that a block may end.
-  sm90::mbar_wait_cluster(&m.has_squares, 0, error);
-  float total = m.squares[0];
+    for (int n = 0; n < OWN_COLUMNS; n++) {
+      const int column = tid + n * THREADS;
+      of_norm[n] = column < COLUMNS ? to_float((bf16)load_weight2(norm + column)) : 0.f;
+    }
+    block_sums(m.own, own);
+    if (tid < BLOCKS && !is_dry)
+      sm90::push(sm90::address_at(m.squares + block, tid), own[0],
+                 sm90::address_at(&m.has_squares, tid));
+    // All that others push has come then, so that a block may end.
+    if (!is_dry) sm90::mbar_wait_cluster(&m.has_squares, 0, error);
+    float total = m.squares[0];
 #pragma unroll
-  for (int i = 1; i < BLOCKS; i++) total = __fadd_rn(total, m.squares[i]);
-  const float rms = inverse_rms(total, norm_eps);
-  out += ((size_t)result * num_rows + token) * WIDTH + block * COLUMNS;
+    for (int i = 1; i < BLOCKS; i++) total = __fadd_rn(total, m.squares[i]);
+    const float rms = inverse_rms(total, norm_eps);
+    bf16* const to = out + ((size_t)result * num_rows + token) * WIDTH + block * COLUMNS;
 #pragma unroll
-  for (int n = 0; n < OWN_COLUMNS; n++) {
-    const int column = tid + n * THREADS;
-    if (column < COLUMNS) out[column] = to_bf16(__fmul_rn(__fmul_rn(gated[n], rms), of_norm[n]));
-  }
+    for (int n = 0; n < OWN_COLUMNS; n++) {
+      const int column = tid + n * THREADS;
+      const float y = __fmul_rn(__fmul_rn(gated[n], rms), of_norm[n]);
+      if (column < COLUMNS && !is_dry) to[column] = to_bf16(y);
+    }
+    if (DRY_PASS) __syncthreads();  // all have read what the next pass overwrites
+  };
+#pragma unroll 1
+  for (int pass = DRY_PASS; pass >= 0; pass--) run(pass);
 }

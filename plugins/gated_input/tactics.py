@@ -5,6 +5,7 @@ from pathlib import Path
 
 from inkrt.plugins.allreduce_conv_mix.tactics import listed
 from inkrt.plugins.tactic import (
+    HOPPER,
     CallArgs,
     Float32,
     Int32,
@@ -24,6 +25,8 @@ THREADS = 256
 # Beside a block of w4a16/ring_linear.cu of 12 warps with 96: of each of the four files of registers
 # it leaves two warps 112. Compiled for sm_100a it needs some more, and nothing has been measured.
 REGISTERS = {"sm_90a": 112, "sm_100a": 120}
+# With a dry pass: of one token, whose blocks start early.
+REGISTERS_DRY = 168
 _MOST_WIDTH = 4608  # more would not stay in registers
 _RANKS = tuple(1 << n for n in range(3, 9))  # lanes of a warp share a row
 
@@ -45,6 +48,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
     )
     if not fits:
         return []
+    is_dry = num_rows == 1 and target == HOPPER
     kernel = launch(
         Path(__file__).parent / "gated_input.cu",
         "gated_input",
@@ -54,7 +58,8 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             ("FORMER", len(former)),
             ("RESULTS", num_results),
             ("OWN_MIXED", int(num_mixed > 1)),
-            ("REGISTERS", REGISTERS[target]),
+            ("REGISTERS", REGISTERS_DRY if is_dry else REGISTERS[target]),
+            ("DRY_PASS", int(is_dry)),
         ),
         (
             Pointer("mixed"),

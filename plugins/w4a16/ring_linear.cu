@@ -35,8 +35,8 @@ constexpr int HEAD_WARPS = 4;              // that have outputs
 static_assert(NV % STAGE_VECTORS == 0, "whole stages");
 static_assert(NUM_WARPS >= HEAD_WARPS, "128 outputs of a tile");
 
-// What a tile belongs to. A table in shared memory: chosen by comparisons of a tile's number, which
-// compile to branches or jumps, it delayed every request.
+// What a tile belongs to. Of several matrices a table in shared memory: chosen by comparisons of a
+// tile's number, which compile to branches or jumps, it delayed every request.
 struct Matrix {
   const u8* weights;
   const bf16* x;
@@ -49,7 +49,9 @@ struct Shared {
   alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];
   u64 bars[NUM_WARPS * STAGES];
   u64 started;  // all warps have asked for their first stages
+#if MATRICES > 1
   Matrix matrices[MATRICES];
+#endif
 #if RESULT == 2
   float best[HEAD_WARPS][MAX_TOKENS];
   int best_row[HEAD_WARPS][MAX_TOKENS];
@@ -69,6 +71,7 @@ INK_DEVICE int matrices_before(int tile) {
     return 0;
   }
 }
+#if MATRICES > 1
 template <int M = 0>
 INK_DEVICE void write_table(Shared& sm, const u8* const (&weights)[8], const bf16* const (&xs)[4],
                             void* const (&ys)[8]) {
@@ -78,13 +81,19 @@ INK_DEVICE void write_table(Shared& sm, const u8* const (&weights)[8], const bf1
     write_table<M + 1>(sm, weights, xs, ys);
   }
 }
-INK_DEVICE const Matrix& matrix_of(const Shared& sm, int tile) {
+#endif
+INK_DEVICE Matrix matrix_of(const Shared& sm, const Matrix& only, int tile) {
+#if MATRICES > 1
   return sm.matrices[matrices_before(tile)];
+#else
+  return only;
+#endif
 }
 
 // A warp's stages. All lanes call everything in the same order.
 struct Stream {
   Shared& sm;
+  const Matrix& only;  // if there is one
   u8* ring;
   u64* bars;
   int warp, lane;
@@ -97,7 +106,7 @@ struct Stream {
   INK_DEVICE const u8* next() {  // null: no more
     if (tile >= NUM_TILES) return nullptr;
     if (part == 0) {
-      const Matrix& matrix = matrix_of(sm, tile);
+      const Matrix matrix = matrix_of(sm, only, tile);
       source = matrix.weights + (size_t)(tile - matrix.first_tile) * TILE_BYTES +
                warp * NV * CODE_BYTES;
     }
@@ -166,10 +175,13 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
   Shared& sm = *(Shared*)dynamic_smem();
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   trigger_first();
+  const Matrix only = {w0, x0, y0, rows_of(0), 0};
+#if MATRICES > 1
   write_table(sm, {w0, w1, w2, w3, w4, w5, w6, w7}, {x0, x1, x2, x3},
               {y0, y1, y2, y3, y4, y5, y6, y7});
+#endif
   Stream stream = {
-      sm, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp, lane};
+      sm, only, sm.ring + warp * STAGES * STAGE_BYTES, sm.bars + warp * STAGES, warp, lane};
 #if RESULT == 3
   const Peers* const peers = (const Peers*)y0;
   const Push::Asked asked = Push::asked(peers, error, num_tokens);  // in front of large loads
@@ -192,7 +204,7 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
   int round = 0;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < NUM_TILES; tile += gridDim.x, round ^= 1) {
-    const Matrix matrix = matrix_of(sm, tile);
+    const Matrix matrix = matrix_of(sm, only, tile);
     if (matrix.x != x) {
       x = matrix.x;
       load_rows(b, x, warp * NV, lane, T);

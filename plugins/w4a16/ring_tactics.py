@@ -106,7 +106,7 @@ class Ring:
         best = 4 * MAX_TOKENS * 4 if is_head else 0
         return struct_bytes(
             (self.num_bytes, 128), (partial, 16), (self.warps * self.stages * 8, 8), (8, 8),
-            (32 * matrices, 8), (best, 4), (best, 4),
+            (32 * matrices * (matrices > 1), 8), (best, 4), (best, 4),
         )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from inkrt.runtime.executor.cuda import CudaExecutor
 pytestmark = pytest.mark.gpu
 
 # Products rounded otherwise, on the CPU: 5e-3 of a launch in front of the first experts, 2e-2 to
-# 4e-2 of half of all launches, 0.14 of the farthest. A wrong scale, sign or row is off by about 1.
-NEAR, TYPICAL, FARTHEST = 2e-2, 6e-2, 0.4
+# 7e-2 of half of all launches (H200), 0.14 of the farthest. A wrong scale, sign or row is off by about 1.
+NEAR, TYPICAL, FARTHEST = 2e-2, 0.12, 0.4
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,12 @@ struct Publish {
   const void* from;
   size_t bytes;
 };
+// Memory that no thread may have written when all wait for the kernels before.
+struct Watch {
+  const void* at;
+  std::vector<u8> before;
+  Watch(const void* at, size_t bytes) : at(at), before((const u8*)at, (const u8*)at + bytes) {}
+};
 // An asynchronous copy, of what is there when it is requested. Its place is full of NaN until it
 // lands.
 struct Copy {
@@ -136,6 +142,12 @@ inline ucontext_t scheduler;
 inline std::function<void()> body;
 inline Index grid_size;
 inline std::vector<Publish> publish;
+inline std::vector<Watch> watched;
+// Clusters that run at the same time, and where their threads meet in front of the wait if memory
+// is watched.
+inline std::vector<std::unique_ptr<Cluster>>* running = nullptr;
+inline Meeting all_wait;
+inline bool is_checked = false;
 
 [[noreturn]] inline void fail(const char* what) {
   fprintf(stderr, "cuda_on_cpu: %s (block %u, thread %u)\n", what,
@@ -158,6 +170,19 @@ void meet(Meeting& m, F expected) {
     }
     yield();
   }
+}
+// Meets all threads that run in front of their wait; what is watched is as it was.
+inline void check_watched() {
+  meet(all_wait, [] {
+    u64 alive = 0;
+    for (auto& cluster : *running) alive += cluster->alive;
+    return alive;
+  });
+  if (!is_checked)
+    for (auto& watch : watched)
+      if (memcmp(watch.at, watch.before.data(), watch.before.size()))
+        fail("a store in front of the wait");
+  is_checked = true;
 }
 // Every lane hands in values and sees those of all lanes.
 template <class T>
@@ -265,6 +290,10 @@ inline void launch(Index grid, unsigned threads, unsigned cluster_size, size_t s
       cluster.alive += threads;
       cluster.blocks.push_back(std::move(block));
     }
+    running = &clusters;
+    all_wait = {};
+    is_checked = false;
+    for (auto& watch : watched) watch = Watch(watch.at, watch.before.size());
     if (order == 1) std::reverse(all.begin(), all.end());
     some_rest = order < 0;
     is_random = order > 1 || some_rest;
@@ -284,6 +313,7 @@ inline void launch(Index grid, unsigned threads, unsigned cluster_size, size_t s
     }
     current = nullptr;
   }
+  watched.clear();
 }
 template <class... A, size_t... I>
 void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {

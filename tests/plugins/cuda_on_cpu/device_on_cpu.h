@@ -178,7 +178,12 @@ static inline u32 smem_address(const void* p) {
 static inline void pdl_wait() {
   emu::Cluster* c = emu::current->block->cluster;
   // All threads meet here, so that what is touched in front of it is found; on a GPU they do not.
-  if (!emu::some_rest) emu::meet(c->wait, [c] { return c->alive; });
+  if (!emu::some_rest) {
+    if (emu::watched.empty())
+      emu::meet(c->wait, [c] { return c->alive; });
+    else
+      emu::check_watched();
+  }
   for (auto& p : emu::publish) memcpy(p.to, p.from, p.bytes);
   emu::publish.clear();
 }

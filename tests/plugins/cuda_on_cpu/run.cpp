@@ -7,6 +7,9 @@
 extern "C" void emu_publish(void* to, const void* from, size_t bytes) {
   emu::publish.push_back({to, from, bytes});
 }
+extern "C" void emu_watch(const void* at, size_t bytes) {
+  emu::watched.emplace_back(at, bytes);
+}
 extern "C" size_t emu_shared_bytes() {
 #ifdef HAS_SHARED
   return sizeof(Shared);
