@@ -52,7 +52,6 @@ struct ConvMix {
   void* residual_out;
   void* out;  // [QUERIES][num_rows][WIDTH]
   int num_rows;
-  bool is_dry = false;  // nothing is stored, see mix.cuh
 
   // Loaded early.
   short_conv::Taps taps;
@@ -93,9 +92,7 @@ struct ConvMix {
     load_others(column, s, q);
   }
   INK_DEVICE void last(int column, Four (&s)[MIX_SOURCES]) {
-    s[FORMER] = sum_with_residual();
-    if (DRY_PASS && is_dry) return;
-    s[FORMER] = store_four<KEEPS_FLOAT32>(residual_out, at(column), s[FORMER]);
+    s[FORMER] = store_four<KEEPS_FLOAT32>(residual_out, at(column), sum_with_residual());
     if (RING_IS_WIDE) store_in_ring(column);
   }
   INK_DEVICE void again(int column, Four (&s)[MIX_SOURCES]) {
@@ -105,8 +102,7 @@ struct ConvMix {
   }
   INK_DEVICE void finish(int column, int i, const Four (&s)[MIX_SOURCES],
                          const float (&c)[MIX_SOURCES], float inverse) {
-    const Four y = result(i, s, c, inverse);
-    if (!DRY_PASS || !is_dry) store_four<!NORMS>(out, result_at(column, i), y);
+    store_four<!NORMS>(out, result_at(column, i), result(i, s, c, inverse));
   }
 
  protected:

@@ -16,11 +16,6 @@
 //     loop     a block for all slices of a token
 // Sums without the last source are made first, as that may still be on its way.
 //
-// Macro DRY_PASS, of `split`: before the wait blocks go through all of a row's code once, with
-// whatever is in memory and without a store (`inputs.is_dry`). A step has some forty kernels, and
-// few blocks of this one, so that mostly they stand on a multiprocessor that has none of its code;
-// fetched behind the wait, it is a good part of their time. For launches whose blocks start early.
-//
 // Macro TRIGGER, when blocks of the next kernel may start: 0 at once (as the kernel itself says), 1
 // behind the wait, 2 when all sources are there.
 #ifndef INK_MIX_CUH
@@ -30,9 +25,6 @@
 
 #ifndef TRIGGER
 #define TRIGGER 0
-#endif
-#ifndef DRY_PASS
-#define DRY_PASS 0
 #endif
 
 constexpr int MIX_THREADS = 128, MIX_WARPS = MIX_THREADS / 32, SLICE = 4 * MIX_THREADS;
@@ -291,19 +283,9 @@ struct Mix {
     const int tid = threadIdx.x, column = slice * SLICE + 4 * tid;
     const bool is_live = column < COLUMNS;
     if (is_live) inputs.early(column);
-#pragma unroll 1
-    for (int pass = DRY_PASS; pass >= 0; pass--) {
-      if constexpr (DRY_PASS) inputs.is_dry = pass;
-      if (!pass && (!Inputs::WAITS_LATE || !inputs.has_token())) wait_for_launches();
-      if (inputs.has_token())
-        split_pass(m, inputs, column, is_live, eps, words + (size_t)token * SLICES * WORDS, slice,
-                   pass, error);
-    }
-  }
-  template <class Inputs>
-  static INK_DEVICE void split_pass(Memory& m, Inputs& inputs, int column, bool is_live, Eps eps,
-                                    u64* words, int slice, bool is_dry, int* error) {
-    const int tid = threadIdx.x;
+    if (!Inputs::WAITS_LATE || !inputs.has_token()) wait_for_launches();
+    if (!inputs.has_token()) return;
+    words += (size_t)token * SLICES * WORDS;
     // Only this block writes the words of its slice, so they tell the last launch's number.
     u64 before = 0;
     if (SLICES > 1 && tid < SUMS) before = load_relaxed(words + slice * WORDS + tid);
@@ -314,19 +296,18 @@ struct Mix {
     if (is_live) inputs.first(column, s, q);
     warp_sums<false>(s, q, store);
     if (is_live) inputs.last(column, s);
-    if (TRIGGER == 2 && !is_dry) pdl_trigger();
+    if (TRIGGER == 2) pdl_trigger();
     warp_sums<true>(s, q, store);
     __syncthreads();
-    float total = tid < SUMS ? slice_sum(m.warps[0] + tid) : 0.f;
-    if (SLICES > 1 && !is_dry) total = exchange(total, words, slice, before, error);
+    const float sum = tid < SUMS ? slice_sum(m.warps[0] + tid) : 0.f;
+    const float total = SLICES > 1 ? exchange(sum, words, slice, before, error) : sum;
     if (tid < SUMS) m.weights.totals[tid] = total;
     weigh_all<MIX_WARPS>(m.weights, eps);
     if constexpr (Inputs::WAITS_LATE) {
-      if (!is_dry) wait_for_launches();
+      wait_for_launches();
       if (is_live) inputs.late(column, s);
     }
     if (is_live) finish(m.weights, inputs, column, s);
-    if (DRY_PASS) __syncthreads();  // all have read what the next pass overwrites
   }
 
   // A token a cluster, of MIX_CLUSTER blocks of CLUSTER_WARPS warps; `rank`: this block's. Whole

@@ -81,14 +81,13 @@ struct RankedConvMix : ConvMix<SumOfRanks> {
   static constexpr bool WAITS_LATE = SENT;
 
   INK_DEVICE void first(int column, Four (&s)[MIX_SOURCES], Four (&q)[QUERIES]) {
-    if (!DRY_PASS || !is_dry) source.send(column);
+    source.send(column);
     load_others(column, s, q);
-    if (DRY_PASS && is_dry) return;
     source.exchange.clear((token * WIDTH + column) / 4, step.num_tokens * (WIDTH / 4));
   }
   INK_DEVICE void last(int column, Four (&s)[MIX_SOURCES]) {
     using namespace short_conv;
-    if (!DRY_PASS || !is_dry) source.receive(column);
+    source.receive(column);
 #pragma unroll
     for (int i = 0; i < TAPS; i++) {
       const int back = PAST - i, own = ROWS - 1 - back;
@@ -100,12 +99,12 @@ struct RankedConvMix : ConvMix<SumOfRanks> {
     } else {  // nobody else touches the ring
       s[FORMER] = sum_with_residual();
       if (!KEEPS_FLOAT32) s[FORMER] = round_four(s[FORMER]);
-      if (!DRY_PASS || !is_dry) store_in_ring(column);
+      store_in_ring(column);
     }
   }
   // Like all results of a launch, behind the wait.
   INK_DEVICE void late(int column, const Four (&s)[MIX_SOURCES]) {
-    if (!DRY_PASS || !is_dry) store_four<KEEPS_FLOAT32>(residual_out, at(column), s[FORMER]);
+    store_four<KEEPS_FLOAT32>(residual_out, at(column), s[FORMER]);
   }
 };
 

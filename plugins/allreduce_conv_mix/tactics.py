@@ -100,11 +100,6 @@ def sharings(num_rows: int, width: int) -> list[Sharing]:
     return found
 
 
-def dry_pass(num_rows: int, way: Sharing) -> list[tuple[str, int]]:
-    """The macro DRY_PASS: of one token, whose blocks start long before they need to."""
-    return [("DRY_PASS", 1)] if num_rows == 1 and way.split == SLICES else []
-
-
 def mix_defines(
     num_rows: int, state: TensorArg, *, num_former: int, num_queries: int, residual: int,
     keeps_float32: bool, has_norms: bool = True,
@@ -189,7 +184,7 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
         kernel = launch(
             _FOLDER / "conv_mix.cu",
             "conv_mix",
-            (*defines, ("SPLIT", way.split), *dry_pass(num_rows, way)),
+            (*defines, ("SPLIT", way.split)),
             (*params, *words),
             blocks=num_rows * way.blocks,
             threads=way.threads,

@@ -7,8 +7,12 @@
 // summed up, and those of `forget` and `gain` before blocks wait for each other's rows.
 //
 // Macros: WIDTH, RANK, FORMER (sources of messages), RESULTS, OWN_MIXED (whether each result has a
-// mixed input of its own), REGISTERS, DRY_PASS (see allreduce_conv_mix/mix.cuh: before the wait all
-// of it runs once, but for what others see).
+// mixed input of its own), REGISTERS, DRY_PASS.
+//
+// DRY_PASS: before the wait blocks go through all of the code once, with whatever is in memory, and
+// store nothing but in shared memory of their own. A step has some forty kernels and this one few
+// blocks, so that they mostly stand on a multiprocessor whose instruction cache has none of its code;
+// fetched behind the wait, it is a good part of their time. For launches whose blocks start early.
 #include "attention_sm90/latency.cuh"
 #include "attention_sm90/sm90.cuh"
 #include "vector.cuh"

@@ -59,7 +59,6 @@ def find_tactics(target: str, args: CallArgs) -> list[Tactic]:
             ("HEAD", head),
             ("REL", rel_width),
             ("DYNAMIC", int(is_dynamic)),
-            ("DRY_PASS", int(num_rows == 1)),
             ("KV_RING", 0 if is_paged else cache.shape[1]),
             ("LOG_N_FLOOR", log_n_floor),
             *ring_defines(num_rows, state),

@@ -127,8 +127,8 @@ def test_streams_of_tiles_touch_weights_alone(num_tokens: int) -> None:
             assert names <= {None, "weight", "weights", "error", *inputs}, kernel.entry
             outputs = [i for i in early if isinstance(kernel.params[i], Output)]
             assert outputs == [], kernel.entry
-            # They are asked for before the wait; of several matrices by a table in shared memory, of
-            # which PTX does not tell. There the CPU's inputs come at the wait (cuda_on_cpu).
+            # They are asked for before the wait; of several matrices by a table in shared memory,
+            # of which PTX does not tell. There the CPU's inputs come at the wait (cuda_on_cpu).
             if kernel.entry == "ring_linear" and op != "linear_group":
                 assert names & {"weight", "weights"}
 

@@ -20,7 +20,8 @@ from inkrt.runtime.executor.cuda import CudaExecutor
 pytestmark = pytest.mark.gpu
 
 # Products rounded otherwise, on the CPU: 5e-3 of a launch in front of the first experts, 2e-2 to
-# 7e-2 of half of all launches (H200), 0.14 of the farthest. A wrong scale, sign or row is off by about 1.
+# 7e-2 of half of all launches (H200), 0.14 of the farthest. A wrong scale, sign or row is off by
+# about 1.
 NEAR, TYPICAL, FARTHEST = 2e-2, 0.12, 0.4
 
 

@@ -72,14 +72,12 @@ class Emulator:
                 ctypes.c_void_p(copy.ctypes.data),
                 ctypes.c_size_t(copy.size),
             )
-        # A dry pass may store nothing of the launch (allreduce_conv_mix/mix.cuh).
+        # A dry pass may store nothing of the launch (gated_input.cu).
         published = {buffer.address for buffer in late}
         for param, value in zip(kernel.params, values, strict=True):
             is_own = isinstance(value, Buffer) and not isinstance(param, Scratch)
             if dict(kernel.defines).get("DRY_PASS") and is_own and value.address not in published:
-                library.emu_watch(
-                    ctypes.c_void_p(value.address), ctypes.c_size_t(value.num_bytes)
-                )
+                library.emu_watch(ctypes.c_void_p(value.address), ctypes.c_size_t(value.num_bytes))
         cells = kernel_cells(values)
         pointers = (ctypes.c_void_p * len(cells))(
             *[ctypes.cast(ctypes.byref(cell), ctypes.c_void_p) for cell in cells]
