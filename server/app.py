@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from inkrt import __version__
 from inkrt.errors import InkError
 from inkrt.runtime.async_llm import AsyncLLM
-from inkrt.server import chat, completions, page, status
+from inkrt.server import chat, completions, page, responses, status
 from inkrt.server.errors import ApiError, ClientGoneError, api_error
 from inkrt.server.middleware import BodyLimits, Keys, RequestIds
 from inkrt.server.service import Service
@@ -59,7 +59,7 @@ def create_app(llm: AsyncLLM, settings: ServerSettings | None = None) -> FastAPI
         responses=dict.fromkeys(_STATUSES, _ENVELOPE),
     )
     app.state.service = service
-    for module in (status, chat, completions, page):
+    for module in (status, chat, completions, responses, page):
         app.include_router(module.router)
     for kind in (ApiError, InkError, RequestValidationError, HTTPException, TimeoutError):
         app.add_exception_handler(kind, _answer_error)
