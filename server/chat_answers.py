@@ -98,4 +98,4 @@ class ChatAnswers:
     def _count(self, index: int, reason: str, num_tokens: int) -> None:
         self._is_counted[index] = True
         request = self._answers.requests[index]
-        self._service.metrics.count_answer(request, reason, num_tokens)
+        self._service.count_answer(request, "chat", reason, num_tokens)

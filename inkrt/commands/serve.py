@@ -60,6 +60,10 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")
     ] = 30.0,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="An OpenTelemetry collector that takes OTLP over HTTP."),
+    ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="Least level to log.")
     ] = "info",
@@ -78,6 +82,7 @@ def serve(
         from inkrt.server.run import open_socket
         from inkrt.server.run import serve as run_server
         from inkrt.server.settings import ServerSettings
+        from inkrt.server.traces import open_provider
     except ModuleNotFoundError as error:
         raise UsageError(
             f'ink-serve needs {error.name}, which is not installed: pip install "inkrt[serve]"'
@@ -85,6 +90,7 @@ def serve(
     from inkrt.runtime.async_llm import AsyncLLM
     from inkrt.runtime.chat import ChatTemplate
 
+    provider = None if otlp_traces_endpoint is None else open_provider(otlp_traces_endpoint)
     template = None if chat_template is None else ChatTemplate.load(engine, chat_template)
     settings = ServerSettings(
         served_names=tuple(served_model_name or ()),
@@ -106,9 +112,11 @@ def serve(
                 llm.llm.engine.chat_template = template
             address = listener.getsockname()
             _announce(settings, address[0], address[1], llm.llm.method)
-            run_server(create_app(llm, settings), listener, shutdown_timeout)
+            run_server(create_app(llm, settings, provider), listener, shutdown_timeout)
         finally:
             llm.close_now()
+            if provider is not None:
+                provider.shutdown()  # sends what is left
 
 
 def _announce(settings: "ServerSettings", host: str, port: int, method: str) -> None:

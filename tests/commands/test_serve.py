@@ -30,6 +30,7 @@ def test_usage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--spec", "none", "--width", "fixed"], 2, "--width: of no use with --spec none"),
         (["--chat-template", str(none)], 1, f"--chat-template is {none}, which cannot be read"),
         (["--config", str(none)], 2, f"--config: cannot read {none}"),
+        (["--otlp-traces-endpoint", "here"], 2, "--otlp-traces-endpoint is 'here', it must be"),
         (["--port", "0"], 1, "config.json"),
     ]
     for arguments, code, message in cases:
