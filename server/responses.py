@@ -4,9 +4,10 @@ A request is the chat that `response_request` makes of it; what comes of it is t
 form. See https://platform.openai.com/docs/api-reference/responses-streaming for its events.
 """
 
+import json
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -28,7 +29,7 @@ router = APIRouter()
 async def responses(body: ResponseRequest, request: Request) -> Response:
     """Answer a conversation with items."""
     service: Service = request.app.state.service
-    form = chat_form(body)
+    form, given = chat_form(body), _given_back(body)
     headers = check_extra(
         form.extra,
         request.state.request_id,
@@ -37,7 +38,7 @@ async def responses(body: ResponseRequest, request: Request) -> Response:
     )
     with form.own_names():
         answers = await ChatAnswers.start(service, form.body)
-    response = _Response(service, body, answers)
+    response = _Response(service, body.model or service.name, given, answers)
     if body.stream:
         return EventStream(response.events(), answers.end, headers)
     try:
@@ -47,35 +48,58 @@ async def responses(body: ResponseRequest, request: Request) -> Response:
     return JSONResponse(made, headers=headers)
 
 
+def _given_back(body: ResponseRequest) -> dict[str, Any]:
+    """What of a request stands in its response.
+
+    Raises:
+        ApiError: JSON in UTF-8 cannot hold it, though Python's can.
+    """
+    text_format = None if body.text is None else body.text.format
+    given = {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort},
+        "text": {"format": text_format or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+    }
+    for name, value in given.items():
+        try:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):  # among the first those of UTF-8
+            raise ApiError(
+                400,
+                f"{name} cannot be sent back: it holds half a character, NaN or infinity, or is "
+                "too deep",
+                param=name,
+            ) from None
+    return given
+
+
 class _Response:
     """The answer to one request, as this route sends it."""
 
-    def __init__(self, service: Service, body: ResponseRequest, answers: ChatAnswers) -> None:
+    def __init__(
+        self, service: Service, model: str, given: Mapping[str, Any], answers: ChatAnswers
+    ) -> None:
         self._service = service
         self._answers = answers
         self._items = OutputItems()
         self._num_events = 0
-        params, reasoning = answers.plan.params, body.reasoning
-        text_format = None if body.text is None else body.text.format
         self._head = {
             "id": f"resp_{secrets.token_hex(24)}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": body.model or service.name,
+            "model": model,
             "background": False,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None if reasoning is None else reasoning.effort},
             "store": False,
-            "temperature": params.temperature,
-            "text": {"format": text_format or {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_p": params.top_p,
+            "temperature": answers.plan.params.temperature,
+            "top_p": answers.plan.params.top_p,
             "truncation": "disabled",
+            **given,
         }
 
     async def complete(self) -> dict[str, Any]:

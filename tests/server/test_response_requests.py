@@ -41,7 +41,9 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]}, "tool_choice", None),
     ({"tool_choice": "required", "tools": [TOOL], "text": {"format": {"type": "json_object"}}},
      "text.format", None),
-    ({"input": 3}, "input.str", None),
+    ({"input": 3}, "input", None),
+    ({"input": ["a"]}, "input[0]", None),
+    ({"stop": ["a", 3]}, "stop[1]", None),
     ({"input": []}, "input", None),
     ({"input": [{"type": "computer_call"}]}, "input[0].type", None),
     ({"input": [{"type": []}]}, "input[0].type", None),
@@ -93,6 +95,24 @@ MESSAGES_OF: list[tuple[list[dict[str, Any]], str]] = [
      "input[0].call_id is of type int"),
     ([{"type": "function_call_output", "call_id": "c"}], "input[0].output is None"),
 ]  # fmt: skip
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_sent_back(scripted: Scripted) -> None:
+    """Python reads JSON that it cannot write in UTF-8."""
+    llm, _ = scripted()
+    tool = '{"type": "function", "name": "f", "parameters": {"minimum": NaN}}'
+    cases = {
+        "metadata": r'{"a": "\ud800"}', "tools": f"[{tool}]", "reasoning": '{"effort": Infinity}',
+        "text": r'{"format": {"type": "text", "\udfff": 1}}',
+    }  # fmt: skip
+    async with client_of(llm) as client:
+        for name, value in cases.items():
+            body = f'{{"input": "hello", "max_output_tokens": 1, "{name}": {value}}}'.encode()
+            answer = await client.post(
+                PATH, content=body, headers={"content-type": "application/json"}
+            )
+            assert (answer.status_code, error_of(answer)["param"]) == (400, name)
 
 
 @pytest.mark.anyio
