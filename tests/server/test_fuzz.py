@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 from inkrt.server.app import create_app
 
-NUM_EXAMPLES = int(os.environ.get("INK_FUZZ_EXAMPLES", "50"))
+NUM_EXAMPLES = int(os.environ.get("INK_FUZZ_EXAMPLES", "30"))
 KINDS = [
     "message", "function_call", "function_call_output", "reasoning", "item_reference", "function",
     "text", "input_text", "output_text", "input_image", "image_url", "input_audio",
