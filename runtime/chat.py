@@ -39,28 +39,41 @@ class ChatTemplate:
     Args:
         source: Jinja2 text.
         variables: names the template may use besides those of `render`, e.g. "bos_token".
+        path: of the caller's own file that the text is from; None if it is the engine's.
 
     Raises:
         EngineFormatError: the text is not valid Jinja2.
+        RequestError: nor is that of the caller's file.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, variables: Mapping[str, str] | None = None, path: Path | None = None
+    ) -> None:
         try:
             self._template = chat_environment().from_string(source)
         except TemplateSyntaxError as error:
+            reason = f"is not valid Jinja2 (line {error.lineno}: {error.message})"
+            if path is not None:
+                raise RequestError(
+                    f"chat_template is {path}, which {reason}; mend the file", param="chat_template"
+                ) from None
             raise EngineFormatError(
-                f"the chat template is not valid Jinja2 (line {error.lineno}: "
-                f"{error.message}); mend chat_template.jinja and rebuild the engine"
+                f"the chat template {reason}; mend chat_template.jinja and rebuild the engine"
             ) from None
         self._names = find_undeclared_variables(chat_environment().parse(source))
         self._variables = dict(variables or {})
 
     @classmethod
-    def load(cls, folder: Path) -> "ChatTemplate | None":
+    def load(cls, folder: Path, path: Path | None = None) -> "ChatTemplate | None":
         """The template of a folder with tokenizer files; None if it has none.
 
+        Args:
+            folder: its tokenizer_config.json names tokens that templates use.
+            path: a file with a template to take instead of the folder's.
+
         Raises:
-            EngineFormatError: a file is damaged.
+            EngineFormatError: a file of the folder is damaged.
+            RequestError: the file at `path` cannot be used.
         """
         config_path, template_path = (
             folder / "tokenizer_config.json",
@@ -70,8 +83,8 @@ class ChatTemplate:
         try:
             if config_path.is_file():
                 config = msgspec.json.decode(config_path.read_bytes(), type=dict[str, Any])
-            source = config.get("chat_template")
-            if template_path.is_file():
+            source = config.get("chat_template") if path is None else _read(path)
+            if path is None and template_path.is_file():
                 source = template_path.read_text(encoding="utf-8")
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise EngineFormatError(
@@ -87,7 +100,7 @@ class ChatTemplate:
             text = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(text, str):
                 tokens[name] = text
-        return cls(source, tokens)
+        return cls(source, tokens, path)
 
     def render(
         self,
@@ -200,6 +213,16 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template refuses the messages: {error}", param="messages"
             ) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"chat_template is {path}, which cannot be read: {error}; name a file with Jinja2 text",
+            param="chat_template",
+        ) from None
 
 
 def check_messages(messages: Sequence[Message]) -> None:

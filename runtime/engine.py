@@ -93,7 +93,7 @@ class Engine:
 
     @cached_property
     def chat_template(self) -> "ChatTemplate | None":
-        """The engine's chat template, loaded on first use; None if the folder has none."""
+        """The chat template, loaded on first use; None if the folder has none. May be set."""
         from inkrt.runtime.chat import ChatTemplate  # jinja2 is slow to import
 
         return ChatTemplate.load(self.folder)

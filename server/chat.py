@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: one or several answers to a conversation, at once or as they come."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -12,18 +11,14 @@ from fastapi.responses import JSONResponse, Response
 
 from inkrt.runtime.answer.parts import CallDelta
 from inkrt.runtime.answer.reader import AnswerPiece, AnswerReader
-from inkrt.runtime.async_llm import Answers
-from inkrt.runtime.output import Delta, TokenLogprob
-from inkrt.runtime.tokenizer import Tokenizer
-from inkrt.server.chat_request import ChatPlan, plan_chat
+from inkrt.runtime.output import TokenLogprob
+from inkrt.server.chat_answers import ChatAnswers
 from inkrt.server.errors import api_error
 from inkrt.server.event_stream import DONE, PING, EventStream, event, unless_gone
 from inkrt.server.fields import check_extra
 from inkrt.server.logprobs import chat_logprobs
-from inkrt.server.params import num_choices, params_of_choices
 from inkrt.server.protocol import ChatRequest
 from inkrt.server.service import Service
-from inkrt.server.structured import by_own_names
 
 router = APIRouter()
 
@@ -33,22 +28,14 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     headers = check_extra(body.model_extra, request.state.request_id)
-    service.check_model(body.model)
-    service.require_open()
-    number = num_choices(body, 1, service.settings.max_choices)
-    llm, tokenizer = service.llm.llm, service.tokenizer
-    with by_own_names(body):
-        plan = await asyncio.to_thread(plan_chat, body, llm, tokenizer)
-        params = params_of_choices(plan.engine_params(), number)
-        requests = await service.llm.prepare(plan.prompt, params)
-    answers = service.submit(requests)
-    chat = _Chat(service, body, plan, tokenizer, answers)
+    answers = await ChatAnswers.start(service, body)
+    chat = _Chat(service, body, answers)
     if body.stream:
-        return EventStream(chat.events(), chat.end, headers)
+        return EventStream(chat.events(), answers.end, headers)
     try:
         made = await unless_gone(request, chat.complete())
     finally:
-        chat.end()
+        answers.end()
     return JSONResponse(made, headers=headers)
 
 
@@ -62,7 +49,6 @@ class _Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    is_counted: bool = False
 
     def take(self, piece: AnswerPiece) -> None:
         self.token_ids += piece.token_ids
@@ -77,19 +63,11 @@ class _Choice:
 
 
 class _Chat:
-    """The answers to one request."""
+    """The answers to one request, as this route sends them."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: ChatRequest,
-        plan: ChatPlan,
-        tokenizer: Tokenizer,
-        answers: Answers,
-    ) -> None:
+    def __init__(self, service: Service, body: ChatRequest, answers: ChatAnswers) -> None:
         self._service = service
         self._body = body
-        self._tokenizer = tokenizer
         self._answers = answers
         self._shows_reasoning = body.include_reasoning is not False
         self._wants_logprobs = bool(body.logprobs)
@@ -97,8 +75,7 @@ class _Chat:
         options = body.stream_options
         self._wants_accepted = options is not None and bool(options.include_accepted)
         self._tells_tokens = self._wants_ids or self._wants_accepted
-        self._prompt = answers.requests[0].prompt
-        self._choices = [_Choice(plan.reader(tokenizer, self._prompt)) for _ in answers.requests]
+        self._choices = [_Choice(reader) for reader in answers.readers]
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -106,38 +83,29 @@ class _Chat:
             "system_fingerprint": service.fingerprint,
         }
 
-    def end(self) -> None:
-        """Give up what still runs."""
-        for choice, request in zip(self._choices, self._answers.requests, strict=True):
-            if not choice.is_counted:
-                choice.is_counted = True
-                self._service.metrics.count_answer(request, "abort", choice.reader.num_tokens)
-        self._service.end(self._answers)
-
     async def complete(self) -> dict[str, Any]:
         """All answers when they are complete."""
-        async for item in self._service.deltas(self._answers):
+        async for item in self._answers.pieces():
             if item is not None:
-                self._read(*item)
+                self._choices[item[0]].take(item[1])
         body = {
             **self._head,
             "object": "chat.completion",
             "choices": [self._complete(i, choice) for i, choice in enumerate(self._choices)],
-            "usage": self._usage(),
+            "usage": self._answers.usage(),
         }
-        return {**body, "prompt_token_ids": self._prompt} if self._wants_ids else body
+        return {**body, "prompt_token_ids": self._answers.prompt} if self._wants_ids else body
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answers as they come."""
         try:
             for index in range(len(self._choices)):
                 yield self._chunk(index, {"role": "assistant", "content": ""}, is_first=True)
-            async for item in self._service.deltas(self._answers):
+            async for item in self._answers.pieces():
                 if item is None:
                     yield PING
                     continue
-                index, delta = item
-                piece = self._read(index, delta)
+                index, piece = item
                 choice = self._choices[index]
                 if body := self._delta(piece):
                     yield self._chunk(index, body, piece=piece)
@@ -147,31 +115,13 @@ class _Chat:
                     yield self._chunk(index, {}, choice=choice)
             options = self._body.stream_options
             if options is not None and options.include_usage:
-                yield self._event([], usage=self._usage())
+                yield self._event([], usage=self._answers.usage())
         except Exception as error:
             told = api_error(error)
             self._service.log_failure(error, told)
             yield event(told.envelope())
             return
         yield DONE
-
-    def _read(self, index: int, delta: Delta) -> AnswerPiece:
-        choice = self._choices[index]
-        piece = choice.reader.push(delta)
-        choice.take(piece)
-        if (end := choice.reader.end) is not None:
-            self._answers.cancel(index)  # it may have ended before its generation
-            choice.is_counted = True
-            request = self._answers.requests[index]
-            self._service.metrics.count_answer(request, end, choice.reader.num_tokens)
-        return piece
-
-    def _usage(self) -> dict[str, Any]:
-        return self._service.usage(
-            self._answers,
-            sum(choice.reader.num_tokens for choice in self._choices),
-            sum(choice.reader.num_reasoning_tokens for choice in self._choices),
-        )
 
     def _complete(self, index: int, choice: _Choice) -> dict[str, Any]:
         message: dict[str, Any] = {
@@ -227,7 +177,7 @@ class _Chat:
         if piece is not None and self._wants_accepted:
             made["accepted"] = _accepted(piece)
         if is_first and self._wants_ids:
-            return self._event([made], prompt_token_ids=self._prompt)
+            return self._event([made], prompt_token_ids=self._answers.prompt)
         return self._event([made])
 
     def _event(self, choices: Sequence[Mapping[str, Any]], **further: object) -> bytes:
@@ -236,7 +186,7 @@ class _Chat:
         )
 
     def _logprobs(self, items: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return chat_logprobs(items, self._tokenizer) if self._wants_logprobs else None
+        return chat_logprobs(items, self._service.tokenizer) if self._wants_logprobs else None
 
 
 def _accepted(piece: AnswerPiece) -> dict[str, int]:

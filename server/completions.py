@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from inkrt.runtime.async_llm import Answers
 from inkrt.runtime.llm import Prompt
 from inkrt.runtime.output import Delta, TokenLogprob
+from inkrt.runtime.request import Request as EngineRequest
 from inkrt.server.errors import ApiError, api_error
 from inkrt.server.event_stream import DONE, PING, EventStream, event, unless_gone
 from inkrt.server.fields import check_extra
@@ -100,7 +101,7 @@ class _Completion:
         for choice, request in zip(self._choices, self._answers.requests, strict=True):
             if not choice.is_counted:
                 choice.is_counted = True
-                self._service.metrics.count_answer(request, "abort", len(choice.token_ids))
+                self._count(request, "abort", choice)
         self._service.end(self._answers)
 
     async def complete(self) -> dict[str, Any]:
@@ -153,9 +154,10 @@ class _Completion:
         choice.last = delta
         if delta.finish_reason is not None:
             choice.is_counted = True
-            self._service.metrics.count_answer(
-                self._answers.requests[index], delta.finish_reason, len(choice.token_ids)
-            )
+            self._count(self._answers.requests[index], delta.finish_reason, choice)
+
+    def _count(self, request: EngineRequest, reason: str, choice: _Choice) -> None:
+        self._service.count_answer(request, "text_completion", reason, len(choice.token_ids))
 
     def _choice(
         self,

@@ -30,6 +30,9 @@ _RETRY_AFTER_S = 1
 # From here on messages speak to who built the engine.
 _FOR_BUILDERS = re.compile(r"[;,]?(?: or)? (?:re)?build (?:it )?(?:with|from|an)\b.*", re.DOTALL)
 
+# What pydantic calls a field's types.
+_TYPE = re.compile(r"(str|int|float|list\[.*|dict\[.*)")
+
 
 class ApiError(Exception):
     """An error as clients see it.
@@ -176,13 +179,22 @@ def _server_error(error: BaseException) -> ApiError:
 
 
 def _validation_error(problems: Sequence[Any]) -> ApiError:
-    """The first problem that pydantic found in a body."""
-    problem = problems[0]
-    place = [item for item in problem["loc"] if item != "body"]
-    if problem["type"] == "json_invalid":
+    """The first problem that pydantic found in a body.
+
+    A field of several types has one for each of them; that which is farthest inside is of the type
+    that was meant.
+    """
+    if problems[0]["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    places = [[item for item in each["loc"] if item != "body"] for each in problems]
+    number = max(
+        (i for i, place in enumerate(places) if place[:1] == places[0][:1]),
+        key=lambda i: len(places[i]),
+    )
     name = ""
-    for item in place:
+    for depth, item in enumerate(places[number]):
+        if depth == 1 and isinstance(item, str) and _TYPE.fullmatch(item):
+            continue
         name += f"[{item}]" if isinstance(item, int) else f".{item}" if name else str(item)
-    message = f"{name or 'the body'}: {problem['msg']}"
+    message = f"{name or 'the body'}: {problems[number]['msg']}"
     return ApiError(400, message, param=name or None)

@@ -22,9 +22,10 @@ PING = b": ping\n\n"
 _T = TypeVar("_T")
 
 
-def event(body: Mapping[str, Any]) -> bytes:
-    """One event with a JSON body."""
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+def event(body: Mapping[str, Any], name: str | None = None) -> bytes:
+    """One event with a JSON body, of a named kind or of the only one."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
 
 
 class EventStream(Response):

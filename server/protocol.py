@@ -19,8 +19,8 @@ class StreamOptions(BaseModel):
     include_accepted: bool | None = None  # of chats: what of each piece came out with drafts
 
 
-class GenerationRequest(BaseModel):
-    """What requests for chats and for completions share; None is not given."""
+class SamplingFields(BaseModel):
+    """How tokens are chosen, and when an answer ends, on all routes; None is not given."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -29,10 +29,8 @@ class GenerationRequest(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    n: Count | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
@@ -45,6 +43,13 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
+
+
+class GenerationRequest(SamplingFields):
+    """What requests for chats and for completions share."""
+
+    n: Count | None = None
+    max_tokens: int | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -72,6 +77,38 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """Of /v1/responses: how much the model is to think."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    effort: str | float | None = None
+
+
+class TextOptions(BaseModel):
+    """Of /v1/responses: what the text is made of."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format: dict[str, Any] | None = None
+
+
+class ResponseRequest(SamplingFields):
+    """A body of /v1/responses."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(BaseModel):

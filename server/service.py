@@ -8,6 +8,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from opentelemetry.trace import TracerProvider
+
 from inkrt.runtime.answer.format import answer_format
 from inkrt.runtime.async_llm import Answers, AsyncLLM
 from inkrt.runtime.output import Delta
@@ -16,6 +18,7 @@ from inkrt.runtime.tokenizer import Tokenizer
 from inkrt.server.errors import ApiError, draining
 from inkrt.server.metrics import Metrics
 from inkrt.server.settings import ServerSettings
+from inkrt.server.traces import Operation, Traces
 
 _log = logging.getLogger("inkrt.server")
 
@@ -26,6 +29,7 @@ class Service:
     Args:
         llm: the engine; whoever opened it closes it.
         settings: of the server.
+        provider: takes spans; see `Traces`.
 
     Attributes:
         name: of the model in answers.
@@ -34,7 +38,9 @@ class Service:
         is_draining: whether new requests are refused.
     """
 
-    def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
+    def __init__(
+        self, llm: AsyncLLM, settings: ServerSettings, provider: TracerProvider | None = None
+    ) -> None:
         engine = llm.llm.engine
         self.llm = llm
         self.settings = settings
@@ -44,6 +50,7 @@ class Service:
         hashes = sorted((name, entry.sha256) for name, entry in engine.config.files.items())
         self.fingerprint = f"fp_{hashlib.sha256(repr(hashes).encode()).hexdigest()[:12]}"
         self.metrics = Metrics(llm, self.name)
+        self._traces = Traces(self.name, provider)
         self.is_draining = False
         self._running: set[Answers] = set()
         self._idle = asyncio.Event()
@@ -134,6 +141,20 @@ class Service:
                 continue
             self.metrics.count_delta(answers.requests[item[0]], item[1])
             yield item
+
+    def count_answer(
+        self, request: Request, operation: Operation, reason: str, num_tokens: int
+    ) -> None:
+        """An answer is complete, or was given up for the reason "abort".
+
+        Args:
+            request: of it.
+            operation: what was asked for.
+            reason: stop, length, tool_calls or abort.
+            num_tokens: of the answer.
+        """
+        self.metrics.count_answer(request, reason, num_tokens)
+        self._traces.record(request, operation, reason, num_tokens)
 
     def log_failure(self, error: BaseException, told: ApiError) -> None:
         """Log what clients are not told: errors of ours with their trace, a failed engine."""

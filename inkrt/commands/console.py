@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
@@ -63,6 +63,7 @@ def add_command(
     name: str | None = None,
     options: type[Any] | None = None,
     api_names: Mapping[str, str] | None = None,
+    secrets: Collection[str] | None = None,
 ) -> None:
     """Add `function` to `app`, with `--debug` and with our errors as one line on stderr.
 
@@ -73,14 +74,22 @@ def add_command(
         options: a dataclass; every field becomes an option (with the help text that its metadata
             holds) and `function` receives an instance as its keyword argument `options`.
         api_names: parameters by what the Python API calls them, where that is something else.
+        secrets: parameters that --show-config does not show; None for a command without --config.
     """
     signature = inspect.signature(function, eval_str=True)
     own = [p for p in signature.parameters.values() if options is None or p.name != "options"]
     derived = _option_parameters(options) if options is not None else []
+    config = None
+    if secrets is not None:
+        from inkrt.commands.config_file import ConfigFile
+
+        config = ConfigFile([*own, *derived], secrets)
 
     @functools.wraps(function)
     def command(*, debug: bool, **values: object) -> None:
         try:
+            if config is not None and config.take(values):
+                return
             if options is not None:
                 chosen = {parameter.name: values.pop(parameter.name) for parameter in derived}
                 values["options"] = options(**chosen)
@@ -98,7 +107,7 @@ def add_command(
                 1,
             )
 
-    parameters = [*own, *derived, _DEBUG]
+    parameters = [*own, *derived, *(config.parameters() if config else ()), _DEBUG]
     names = {p.name: p.name for p in parameters} | dict(api_names or {})
     spelling = {api: f"--{name.replace('_', '-')}" for api, name in names.items()}
     # typer reads both: the signature for order and defaults, the annotations for types.

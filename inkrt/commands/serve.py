@@ -1,6 +1,6 @@
 """ink-serve: serve an engine over HTTP, as OpenAI's clients expect it.
 
-Logs go to stderr; nothing goes to stdout.
+Logs go to stderr; nothing goes to stdout but what --show-config shows.
 """
 
 import ipaddress
@@ -26,6 +26,13 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
     ] = 8000,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A chat template in Jinja2.  [default: the engine's own]",
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="Clients must send it; may be given several times.")
     ] = None,
@@ -53,6 +60,10 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests get after SIGTERM.")
     ] = 30.0,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="An OpenTelemetry collector that takes OTLP over HTTP."),
+    ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="Least level to log.")
     ] = "info",
@@ -71,12 +82,16 @@ def serve(
         from inkrt.server.run import open_socket
         from inkrt.server.run import serve as run_server
         from inkrt.server.settings import ServerSettings
+        from inkrt.server.traces import open_provider
     except ModuleNotFoundError as error:
         raise UsageError(
             f'ink-serve needs {error.name}, which is not installed: pip install "inkrt[serve]"'
         ) from None
     from inkrt.runtime.async_llm import AsyncLLM
+    from inkrt.runtime.chat import ChatTemplate
 
+    provider = None if otlp_traces_endpoint is None else open_provider(otlp_traces_endpoint)
+    template = None if chat_template is None else ChatTemplate.load(engine, chat_template)
     settings = ServerSettings(
         served_names=tuple(served_model_name or ()),
         api_keys=keys,
@@ -93,11 +108,15 @@ def serve(
         )
         try:
             options.require_use(llm.llm)
+            if template is not None:
+                llm.llm.engine.chat_template = template
             address = listener.getsockname()
             _announce(settings, address[0], address[1], llm.llm.method)
-            run_server(create_app(llm, settings), listener, shutdown_timeout)
+            run_server(create_app(llm, settings, provider), listener, shutdown_timeout)
         finally:
             llm.close_now()
+            if provider is not None:
+                provider.shutdown()  # sends what is left
 
 
 def _announce(settings: "ServerSettings", host: str, port: int, method: str) -> None:
@@ -137,7 +156,11 @@ def make_app() -> typer.Typer:
     """The application."""
     app = console.make_app("ink-serve", "Serve an engine over HTTP.", variables=True)
     console.add_command(
-        app, serve, options=spec_options.SpecOptions, api_names=spec_options.API_NAMES
+        app,
+        serve,
+        options=spec_options.SpecOptions,
+        api_names=spec_options.API_NAMES,
+        secrets=("api_key",),
     )
     return app
 

@@ -28,6 +28,9 @@ def test_usage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--api-key-file", str(none)], 2, "--api-key-file: cannot read it"),
         (["--host", "192.0.2.1"], 2, "--host 192.0.2.1 --port 8000: cannot listen there"),
         (["--spec", "none", "--width", "fixed"], 2, "--width: of no use with --spec none"),
+        (["--chat-template", str(none)], 1, f"--chat-template is {none}, which cannot be read"),
+        (["--config", str(none)], 2, f"--config: cannot read {none}"),
+        (["--otlp-traces-endpoint", "here"], 2, "--otlp-traces-endpoint is 'here', it must be"),
         (["--port", "0"], 1, "config.json"),
     ]
     for arguments, code, message in cases:

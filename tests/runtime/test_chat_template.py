@@ -251,6 +251,28 @@ def test_load(tmp_path: Path) -> None:
     assert template.render(user("x")) == "你x"
 
 
+def test_a_file_instead_of_the_folders(tmp_path: Path) -> None:
+    folder, own = tmp_path / "engine", tmp_path / "own.jinja"
+    folder.mkdir()
+    (folder / "chat_template.jinja").write_text("the folder's")
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    own.write_text("{{ bos_token }}ü{{ messages[0].content }}", encoding="utf-8")
+    template = ChatTemplate.load(folder, own)
+    assert template is not None
+    assert template.render(user("x")) == "<s>üx"
+    for content, reason in (
+        (b"{% for %}", "which is not valid Jinja2 (line 1: "),
+        (b"\xff", "which cannot be read: "),
+        (None, "which cannot be read: "),
+    ):
+        own.unlink(missing_ok=True)
+        if content is not None:
+            own.write_bytes(content)
+        with pytest.raises(RequestError) as caught:
+            ChatTemplate.load(folder, own)
+        assert str(caught.value).startswith(f"chat_template is {own}, {reason}")
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(

@@ -197,6 +197,19 @@ def test_the_official_client(scripted: Scripted) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             own.chat.completions.create(model="m", messages=MESSAGES, temperature=-1)
         assert caught.value.param == "temperature"
+        asked = {
+            "model": "m", "input": MESSAGES, "temperature": 0, "store": False,
+            "tools": [{"type": "function", "name": "get_weather"}],
+            "extra_body": {"stop_token_ids": [ids[-1]]},
+        }  # fmt: skip
+        response = own.responses.create(**asked)
+        assert [item.type for item in response.output] == ["reasoning", "function_call"]
+        assert response.output[1].arguments == ARGUMENTS
+        with own.responses.stream(**asked) as events:
+            assert events.get_final_response().output[1].arguments == ARGUMENTS
+        with pytest.raises(openai.BadRequestError) as refused:
+            own.responses.create(**{**asked, "store": True})
+        assert refused.value.param == "store"
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{serving.url}/v1", api_key="x").models.list()
 
