@@ -11,7 +11,7 @@
 //
 // DRY_PASS: before the wait blocks go through all of the code once, with whatever is in memory, and
 // store nothing but in shared memory of their own. A step has some forty kernels and this one few
-// blocks, so that they mostly stand on a multiprocessor whose instruction cache has none of its code;
+// blocks, so that mostly they stand on a multiprocessor whose instruction cache has none of it;
 // fetched behind the wait, it is a good part of their time. For launches whose blocks start early.
 #include "attention_sm90/latency.cuh"
 #include "attention_sm90/sm90.cuh"
