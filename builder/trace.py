@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from inkrt.engines.interface import StateOptions, StepInputs
 from inkrt.engines.tower import Tower
@@ -144,7 +145,10 @@ def _on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _export(module: nn.Module, args: tuple[object, ...]) -> torch.export.ExportedProgram:
-    return torch.export.export(module, args, strict=False)
+    # Else torch writes and compiles the graph's Python at every step of export, and at `recompile`.
+    # Passes read nodes alone; whoever does run or print the graph gets its code then.
+    with _use_lazy_graph_module(True):
+        return torch.export.export(module, args, strict=False)
 
 
 def _graph(

@@ -43,26 +43,30 @@ class _Heads:
 
 def fuse_norm_qkv_rope(graph: StepGraph) -> StepGraph:
     """Fuse the chain in front of every `sink_attention` where the write may move ahead."""
+    fused = []
     for node in calls(graph.module.graph, "sink_attention"):
         write = write_of(node)
         if write is not None and may_write_first(arguments(node)):
-            _fuse(node, write)
+            fused.append(_fuse(node, write))
+    if any(fused):
+        graph.module.graph.eliminate_dead_code()  # once: it goes through the whole graph
     return graph
 
 
-def _fuse(node: Node, write: Node) -> None:
+def _fuse(node: Node, write: Node) -> bool:
+    """Fuse what is in front of `node`; gives whether it is what norm_qkv_rope does."""
     attention = arguments(node)
     q, k = (_heads_of(attention[name], attention["position"]) for name in ("q", "k"))
     rows = projection_of(behind_views(attention["v"]))
     add = add_norm_of(rows.x) if rows is not None else None
     if q is None or k is None or rows is None or add is None:
-        return
+        return False
     if not _is_whole(rows, q, k, node, write) or list(rows.x.users) != [rows.node]:
-        return
+        return False
     norms = [arguments(add), arguments(q.norm), arguments(k.norm)]
     is_uniform = len({(norm["eps"], norm["dtype"]) for norm in norms}) == 1
     if not is_uniform or q.theta != k.theta or rows.partial:
-        return
+        return False
     fused = insert_call(
         add,
         "norm_qkv_rope",
@@ -86,7 +90,7 @@ def _fuse(node: Node, write: Node) -> None:
     for index, name in enumerate(("q", "k", "v"), start=1):
         attention[name].replace_all_uses_with(insert_getitem(fused, index))
     erase([write])
-    node.graph.eliminate_dead_code()
+    return True
 
 
 def _heads_of(value: Node, position: Node) -> _Heads | None:

@@ -51,10 +51,16 @@ class _ConvNorm:
 
 def fuse_qkv_post(graph: StepGraph) -> StepGraph:
     """Fuse the chains into every `relative_attention` call where the write may move ahead."""
+    replaced: set[Node] = set()
     for node in calls(graph.module.graph, "relative_attention"):
         write, chains = write_of(node), _chains_of(node)
         if write is not None and chains is not None and may_write_first(arguments(node)):
-            _fuse(node, write, *chains)
+            replaced |= _fuse(node, write, *chains)
+    if replaced:
+        # The old chains end in operators that write state, which dead code elimination keeps.
+        graph.module.graph.eliminate_dead_code(  # once: it goes through the whole graph
+            is_impure_node=lambda node: node not in replaced and node.is_impure()
+        )
     return graph
 
 
@@ -126,7 +132,8 @@ def _rows_of(heads: Node) -> Node | None:
     return rows if is_view and len(shape_of(rows)) == 2 and is_reshape(heads, rows) else None
 
 
-def _fuse(node: Node, write: Node, q: _Clip, k: _ConvNorm, v: _ConvNorm, rel: _Clip) -> None:
+def _fuse(node: Node, write: Node, q: _Clip, k: _ConvNorm, v: _ConvNorm, rel: _Clip) -> set[Node]:
+    """Put the call in; gives the convolutions that it replaces."""
     attention = arguments(node)
     is_dynamic = is_call(k.node, "dynamic_short_conv")
     conv_weight = "static_weight" if is_dynamic else "weight"
@@ -162,9 +169,5 @@ def _fuse(node: Node, write: Node, q: _Clip, k: _ConvNorm, v: _ConvNorm, rel: _C
     )
     for index, name in enumerate(("q", "k", "v", "rel")):
         attention[name].replace_all_uses_with(insert_getitem(fused, index))
-    # The old chains end in operators that write state, which dead code elimination keeps.
     erase([write])
-    replaced = (k.node, v.node)
-    node.graph.eliminate_dead_code(
-        is_impure_node=lambda other: other not in replaced and other.is_impure()
-    )
+    return {k.node, v.node}
