@@ -38,7 +38,7 @@ def engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
     if request.param == "inkling2":
-        folder = make_engine("float32", num_layers=6, max_batch_size=3)
+        folder = make_engine("float32", num_layers=6, max_batch_size=8)
     elif request.param == "with drafter":
         folder = make_speculating_engine("gated")
     else:

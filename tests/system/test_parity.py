@@ -18,11 +18,17 @@ LENGTHS = (1, 2, 3, 5, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 2, 7 * WINDO
 ALL = [(length, chunk) for length in LENGTHS for chunk in (1, 3, 4, 7, 64, None)]
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+# All layers in bfloat16, where every bit has to agree. In float32 the five sliding layers and the
+# full one that modules share the engine of.
+ENGINES = {"bfloat16": {}, "float32": {"num_layers": 6, "max_batch_size": 8}}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def check(request, make_checkpoint, make_engine):
-    dtype = request.param
-    with Engine.open(make_engine(dtype)) as engine:
-        yield ParityCheck(engine, Reference(make_checkpoint(dtype), dtype))
+    dtype, options = request.param, ENGINES[request.param]
+    checkpoint = make_checkpoint(dtype, options.get("num_layers", 14))
+    with Engine.open(make_engine(dtype, **options)) as engine:
+        yield ParityCheck(engine, Reference(checkpoint, dtype))
 
 
 def _run(check: ParityCheck, length: int, chunk: int | None, num_decoded: int) -> PromptReport:
@@ -83,7 +89,7 @@ def test_float32_engines_have_the_bound_alone(make_checkpoint, make_engine, monk
         engine.executor._ranks[0].weights["layers.3.mlp.down"].mul_(1.0001)
 
     monkeypatch.setattr("inkrt.commands.rounding.compare_with_float32", None)  # not to be called
-    folders = make_engine("float32"), make_checkpoint("float32")
+    folders = make_engine("float32", **ENGINES["float32"]), make_checkpoint("float32", 6)
     result = verify_changed(monkeypatch, change, *folders, "--lengths 5 --chunks 0 --decode 2")
     assert result.exit_code == 1, result.output
     assert "bound 2e-06, top-1 at least 100%\n" in result.output

@@ -28,7 +28,7 @@ PARAMS = [
 @pytest.fixture(scope="module", params=["inkling2", "flint"])
 def folder(request, make_engine, tmp_path_factory) -> Path:
     if request.param == "inkling2":
-        return make_engine("float32", num_layers=6, max_batch_size=3)
+        return make_engine("float32", num_layers=6, max_batch_size=8)
     base = tmp_path_factory.mktemp("flint")
     write_checkpoint(base / "checkpoint", seed=2, dtype="float32", model="flint")
     options = BuildOptions(max_seq_len=250, max_batch_size=3)
