@@ -96,7 +96,7 @@ def in_every_order(seed: int) -> Iterator[int]:
         yield from reversed(walk[1:])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_output_and_state_are_those_of_plain_decoding(engine: Engine, temperature: float) -> None:
     sampling = Sampling(temperature=temperature, seed=4)
     generator = random.Random(1)

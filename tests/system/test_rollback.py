@@ -18,7 +18,11 @@ STARTS = (1, 13, 30, 46, 62)
 SPAN = 40
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+# What a rollback does to state has no dtype; that rows of bfloat16 are equal at other widths, too,
+# test_parity shows.
+@pytest.fixture(
+    scope="module", params=[pytest.param("bfloat16", marks=pytest.mark.slow), "float32"]
+)
 def engine(request, make_engine):
     # Layers 0 to 5: five sliding ones and a full one.
     folder = make_engine(request.param, num_layers=6, max_batch_size=8)

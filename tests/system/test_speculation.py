@@ -36,6 +36,12 @@ def folder(request, make_engine, tmp_path_factory) -> Path:
     return base / "engine"
 
 
+# Logits are processed on the host, whatever model they come from.
+ONE_MODEL_IS_QUICK = pytest.mark.parametrize(
+    "folder", ["inkling2", pytest.param("flint", marks=pytest.mark.slow)], indirect=True
+)
+
+
 def prompts(vocab_size: int) -> list[list[int]]:
     rng = random.Random(11)
     piece = [rng.randrange(vocab_size) for _ in range(20)]
@@ -65,6 +71,7 @@ PENALTIES = [
 ]
 
 
+@ONE_MODEL_IS_QUICK
 @pytest.mark.parametrize("penalties", PENALTIES, ids=["less", "more", "banned"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_output_under_penalties_is_that_of_plain_decoding(
@@ -95,6 +102,7 @@ def test_output_under_penalties_is_that_of_plain_decoding(
         assert llm.speculation.accepted > 0
 
 
+@ONE_MODEL_IS_QUICK
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "cool", "filtered"])
 def test_drawing_on_the_host_gives_the_tokens_of_the_step(
     folder: Path, params: SamplingParams
