@@ -332,7 +332,7 @@ def test_shared_weights_are_packed_once(make_drafting_engine):
 
 
 def test_an_engine_without_drafter_says_so(make_engine):
-    folder = make_engine("bfloat16", num_layers=6, max_batch_size=8)
+    folder = make_engine("float32", num_layers=6, max_batch_size=8)
     with Engine.open(folder) as opened, opened.session() as session:
         assert opened.config.draft is None
         with pytest.raises(RequestError, match="this engine has no drafter") as caught:
