@@ -162,6 +162,7 @@ def test_halves_of_the_reference_give_what_one_rank_gives(case: str, num_ranks: 
             assert torch.equal(ours, one)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_ranks_give_what_the_reference_gives(tmp_path: Path) -> None:
     check(tmp_path, QUICK, 2)

@@ -21,7 +21,7 @@ from inkrt.plugins.w4a16 import quant_tactics  # noqa: E402
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
 
 # Sizes that take long thread by thread, or many kernels.
-LARGE = ("many rows", "long rows", "more tiles", "model width", "three inputs", "prefill, MXFP8")
+LARGE = ("many rows", "long rows", "more tiles", "model width", "three inputs", "prefill")
 CASES = [
     pytest.param(
         plugin,
@@ -57,7 +57,7 @@ def first_rows(arguments: Arguments, count: int) -> Arguments:
     return {**arguments, "xs": [x[:count] for x in arguments["xs"]]}
 
 
-@pytest.mark.parametrize("form", ["MXFP8", "NVFP4"])
+@pytest.mark.parametrize("form", [pytest.param("MXFP8", marks=pytest.mark.slow), "NVFP4"])
 @pytest.mark.parametrize(
     "name", ["verify", pytest.param("quantized alone", marks=pytest.mark.slow)]
 )

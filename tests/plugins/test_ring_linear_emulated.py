@@ -102,7 +102,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("width", "rows", "input_of"), GROUPS)
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_groups(
     folder: Path, width: int, rows: tuple[int, ...], input_of: tuple[int, ...], reverse: bool,
     monkeypatch: pytest.MonkeyPatch,

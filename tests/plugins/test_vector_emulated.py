@@ -21,7 +21,14 @@ OPERATORS = (
     "sum_parts",
 )  # fmt: skip
 # They take long, or ways that others take too.
-SLOW = {"full_width", "without_norms", "without_norms_in_whole_slices", "kernel_full", "kernel_one"}
+SLOW = {
+    "full_width",
+    "without_norms",
+    "without_norms_in_whole_slices",
+    "kernel_full",
+    "kernel_one",
+    "kernel_wide",
+}
 CASES = [
     pytest.param(
         plugins()[name],

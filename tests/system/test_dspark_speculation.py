@@ -65,7 +65,10 @@ def plain(folder: Path) -> list[Any]:
         return [[output.outputs for output in llm.generate(tokens, params)] for params in PARAMS]
 
 
-@pytest.mark.parametrize("width", ["fixed", "confidence", "cost"])
+@pytest.mark.parametrize(
+    "width",
+    [*(pytest.param(width, marks=pytest.mark.slow) for width in ("fixed", "confidence")), "cost"],
+)
 def test_coupled_output_is_that_of_plain_decoding(
     folder: Path, plain: list[Any], width: Any
 ) -> None:
@@ -160,7 +163,13 @@ def excess_acceptance(folder: Path, most: int, filters: Any) -> list[float]:
     return excess
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 40, "top_p": 0.9}], ids=["all", "filtered"])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        pytest.param({}, id="all", marks=pytest.mark.slow),
+        pytest.param({"top_k": 40, "top_p": 0.9}, id="filtered"),
+    ],
+)
 def test_probabilistic_acceptance_is_that_of_p_and_q(folder: Path, filters: Any) -> None:
     excess = excess_acceptance(folder, 7, filters)
     assert abs(np.sum(excess)) < 4.5 * np.std(excess) * len(excess) ** 0.5

@@ -43,7 +43,8 @@ def make_engine(make_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory)
     @cache
     def make(dtype: str, **options: Any) -> Path:
         engine = tmp_path_factory.mktemp("quantized") / "engine"
-        build_engine(make_checkpoint(dtype), engine, BuildOptions(max_seq_len=128, **options))
+        chosen = BuildOptions(**{"max_seq_len": 128, "max_verify_tokens": 1} | options)
+        build_engine(make_checkpoint(dtype), engine, chosen)
         return engine
 
     return make

@@ -150,7 +150,10 @@ def test_drafts_are_those_of_transformers(
         require_drafts(session, tokens[-1], oracle)
 
 
-@pytest.mark.parametrize("chain", [{"has_chain_norm": True}, {"hidden_first": False}])
+@pytest.mark.parametrize(
+    "chain",
+    [{"has_chain_norm": True}, pytest.param({"hidden_first": False}, marks=pytest.mark.slow)],
+)
 def test_kinds_of_chains(
     make_checkpoint: MakeFolder, make_engine: MakeFolder, oracle: Oracle, chain: dict[str, bool]
 ) -> None:

@@ -57,7 +57,10 @@ def plain(folder: Path) -> list[Any]:
         return [[output.outputs for output in llm.generate(tokens, params)] for params in PARAMS]
 
 
-@pytest.mark.parametrize(("method", "width"), [("auto", "fixed"), ("mtp", "cost")])
+@pytest.mark.parametrize(
+    ("method", "width"),
+    [pytest.param("auto", "fixed", marks=pytest.mark.slow), ("mtp", "cost")],
+)
 def test_coupled_output_is_that_of_plain_decoding(
     folder: Path, plain: list[Any], method: Any, width: Any
 ) -> None:

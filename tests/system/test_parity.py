@@ -20,7 +20,7 @@ ALL = [(length, chunk) for length in LENGTHS for chunk in (1, 3, 4, 7, 64, None)
 
 # All layers in bfloat16, where every bit has to agree. In float32 the five sliding layers and the
 # full one that modules share the engine of.
-ENGINES = {"bfloat16": {}, "float32": {"num_layers": 6, "max_batch_size": 8}}
+ENGINES = {"bfloat16": {"max_verify_tokens": 3}, "float32": {"num_layers": 6, "max_batch_size": 8}}
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -79,7 +79,8 @@ def test_a_wrong_weight_is_found_in_its_layer(check):
 def test_equal_rows_need_no_float32(make_checkpoint, make_engine, monkeypatch):
     monkeypatch.setattr("inkrt.commands.rounding.compare_with_float32", None)  # not to be called
     options = "--lengths 5 --chunks 3 --decode 2"
-    result = verify(make_engine("bfloat16"), make_checkpoint("bfloat16"), options)
+    engine = make_engine("bfloat16", **ENGINES["bfloat16"])
+    result = verify(engine, make_checkpoint("bfloat16"), options)
     assert result.exit_code == 0, result.output
     assert "3 rows: worst relative error 0.00e+00, worst top-1 100.00%\n" in result.output
 
