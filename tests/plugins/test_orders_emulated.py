@@ -40,6 +40,7 @@ def test_bits_of_experts_do_not_depend_on_the_order(
             assert torch.equal(got, expected), (tactic.name, seed)
 
 
+@pytest.mark.slow
 def test_narrow_experts_have_the_bits_of_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

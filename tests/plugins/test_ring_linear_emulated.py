@@ -131,7 +131,7 @@ def test_groups(
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 3))])
 def test_no_warp_waits_for_a_stage_that_has_been_used_twice(
     folder: Path, stages: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

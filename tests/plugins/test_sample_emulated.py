@@ -75,7 +75,7 @@ def test_special_values_are_treated_as_by_the_reference(
     assert failed == []
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_head_and_draw(folder: Path, bf16: bool) -> None:
     failed = Failures()
     check_head(Emulator(folder), Dims(hidden=256, vocab=301, bf16=bf16), failed)

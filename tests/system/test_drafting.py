@@ -187,6 +187,7 @@ def engine(make_drafting_engine):
         yield opened
 
 
+@pytest.mark.slow
 def test_context_is_the_same_however_tokens_came(drafter: Drafter, engine):
     """Narrow steps give the same bits at any width and after any rejections, wide ones nearly."""
     length = 133

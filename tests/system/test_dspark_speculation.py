@@ -245,7 +245,9 @@ def test_a_drafter_that_is_not_as_the_configuration_says_is_refused(
     assert Engine.check(copied) == [f"rank0.engine{problem} (damaged)"]
 
 
-@pytest.mark.parametrize("accept", ["coupled", "probabilistic"])
+@pytest.mark.parametrize(
+    "accept", [pytest.param("coupled", marks=pytest.mark.slow), "probabilistic"]
+)
 @pytest.mark.parametrize(
     "head",
     ["rnn", *(pytest.param(head, marks=pytest.mark.slow) for head in HEADS if head != "rnn")],

@@ -130,6 +130,7 @@ def test_greedy_rollout_is_that_of_transformers(make_checkpoint: Make, make_engi
     assert len(set(ours)) > 10
 
 
+@pytest.mark.slow
 @FORMATS
 def test_bfloat16_is_as_near_to_float32_as_transformers(
     make_checkpoint: Make, make_engine: Make, format_: str

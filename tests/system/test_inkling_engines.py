@@ -120,6 +120,7 @@ def test_ranks_and_layouts_agree(
     assert all(distance.same_bits for distance in distances) == (tp_size == 1)
 
 
+@pytest.mark.slow
 def test_heads_change_nothing_of_the_model(single: Any, make_engine: Make) -> None:
     tokens, logits = generate(make_engine("float32"))
     assert tokens == single[0]

@@ -79,7 +79,7 @@ def test_rounding_that_chooses_another_expert_passes(
     [
         pytest.param(shorten_windows, id="window", marks=pytest.mark.slow),
         pytest.param(change_route_scale, id="route scale", marks=pytest.mark.slow),
-        pytest.param(change_weights("layers.4.mlp.down"), id="experts"),
+        pytest.param(change_weights("layers.4.mlp.down"), id="experts", marks=pytest.mark.slow),
         pytest.param(change_weights("layers.11.attn.wo"), id="attention", marks=pytest.mark.slow),
     ],
 )
