@@ -13,7 +13,10 @@ from emulator import COMPILER, Emulator  # noqa: E402
 
 from inkrt.plugins.registry import plugins  # noqa: E402
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU"),
+]
 CHECKS = {"draft_attention": check_attention, "draft_head": check_head}
 # The others take a second or two each.
 FAST = {

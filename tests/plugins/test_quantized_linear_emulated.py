@@ -18,7 +18,10 @@ from tactic_run import arguments_of, check_case, run, tactics_of  # noqa: E402
 from inkrt.plugins.registry import Arguments, Case, Plugin, plugins  # noqa: E402
 from inkrt.plugins.w4a16 import quant_tactics  # noqa: E402
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU"),
+]
 
 # Sizes that take long thread by thread, or many kernels.
 LARGE = ("many rows", "long rows", "more tiles", "model width", "three inputs", "prefill")

@@ -24,7 +24,10 @@ from sample_checks import (  # noqa: E402
 
 from inkrt.plugins.w4a16.shapes import Dims  # noqa: E402
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPILER is None, reason="needs g++ to compile kernels for the CPU"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from inkrt.runtime.session import Session
 from inkrt.runtime.spec.config import SpeculativeConfig
 from inkrt.runtime.spec.width import FixedWidth
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 89
 PROMPTS = [[random.Random(place).randrange(VOCAB) for _ in range(30)] for place in range(2)]
 # So hot that a random drafter is sometimes right.

@@ -31,6 +31,8 @@ from inkrt.runtime.llm import LLM
 from inkrt.runtime.sampling_params import SamplingParams
 from inkrt.runtime.spec.config import SpeculativeConfig
 
+pytestmark = pytest.mark.slow
+
 DEPTHS = 3
 OPTIONS = BuildOptions(max_seq_len=136, max_batch_size=3, max_verify_tokens=DEPTHS + 1)
 
