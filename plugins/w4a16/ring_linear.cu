@@ -11,13 +11,9 @@
 // would come behind them. So PACE stages of the block are on their way at once, about as many as
 // keep the memory busy.
 //
-// A block that starts late, when the kernels before have nearly ended, need not be so careful, and must
-// not wait until its ring is full. With WAITER a warp more only waits, and says when that is over: from
-// then on nothing is paced.
-//
 // Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
 // neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
-// a warp's), STAGES, PACE (0: no bound), WAITER; and what becomes of a product:
+// a warp's), STAGES, PACE (0: no bound); and what becomes of a product:
 //   RESULT 0  y bf16
 //   RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED
@@ -31,10 +27,8 @@
 static_assert(MATRICES == 1 && TRIGGER == 1, "see push.cuh");
 #endif
 
-#ifndef WAITER
-#define WAITER 0
-#endif
 static_assert(WEIGHTS == 1, "bf16 weights");
+constexpr int THREADS = NUM_WARPS * 32;
 constexpr int TILE_BYTES = VECTORS * CODE_BYTES, STAGE_BYTES = STAGE_VECTORS * CODE_BYTES;
 constexpr int PARTS = NV / STAGE_VECTORS;  // stages of a warp's share of a tile
 constexpr int HEAD_WARPS = 4;              // that have outputs
@@ -55,9 +49,6 @@ struct Shared {
   alignas(16) float partial[2][NUM_WARPS * TILE_SUMS];
   u64 bars[NUM_WARPS * STAGES];
   u64 started;  // all warps have asked for their first stages
-#if WAITER
-  volatile u32 is_waited;  // the kernels before have ended
-#endif
 #if MATRICES > 1
   Matrix matrices[MATRICES];
 #endif
@@ -133,27 +124,17 @@ struct Stream {
       load_weights(ring + to * STAGE_BYTES, from, STAGE_BYTES, bars + to);
     }
   }
-  INK_DEVICE void init() {
-    if (lane == 0 && warp < NUM_WARPS)
+  // The table is there behind it.
+  INK_DEVICE void begin(int* error) {
+    if (lane == 0)
 #pragma unroll
       for (int s = 0; s < STAGES; s++) mbar_init(bars + s, 1);
     if (threadIdx.x == 0) mbar_init(&sm.started, NUM_WARPS);
-#if WAITER
-    if (threadIdx.x == 0) sm.is_waited = 0;
-#endif
-  }
-  INK_DEVICE bool is_paced() const {
-#if WAITER
-    return !sm.is_waited;
-#else
-    return true;
-#endif
-  }
-  INK_DEVICE void fill(int* error) {
+    __syncthreads();  // warps wait for each other's stages, and read the table
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) {
       const int before = s * NUM_WARPS + warp - PACE;
-      if (PACE > 0 && before >= 0 && tile < NUM_TILES && lane == 0 && is_paced())
+      if (PACE > 0 && before >= 0 && tile < NUM_TILES && lane == 0)
         mbar_wait(sm.bars + before % NUM_WARPS * STAGES + before / NUM_WARPS, 0, error);
       request(s, false, error);
     }
@@ -205,16 +186,7 @@ extern "C" __global__ void __maxnreg__(NV <= 4 ? 64 : 96)
   const Peers* const peers = (const Peers*)y0;
   const Push::Asked asked = Push::asked(peers, error, num_tokens);  // in front of large loads
 #endif
-  stream.init();
-  __syncthreads();  // warps wait for each other's stages, and read the table
-#if WAITER
-  if (warp == NUM_WARPS) {
-    pdl_wait();
-    sm.is_waited = 1;
-    return;
-  }
-#endif
-  stream.fill(error);
+  stream.begin(error);
 #if RESULT == 3
   sm.push.keep(asked);
 #endif

@@ -6,7 +6,7 @@ Packings are those of the other w4a16 kernels. Steps of more than 8 tokens take 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from inkrt.plugins.tactic import Float32, InputPointer, Int32, KernelLaunch, Param, Scratch, Tactic
 from inkrt.plugins.w4a16 import tile_tactics
@@ -83,24 +83,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """How a block streams; the macros of ring_linear.cu. `stages` and `has_waiter` are choices.
+    """How a block streams; the macros of ring_linear.cu. Only `stages` is a choice.
 
     Attributes:
         warps: of a block; they split K evenly.
         vectors: of a stage.
         stages: of a warp's ring.
-        has_waiter: whether a warp more tells the others when the kernels before have ended.
     """
 
     warps: int
     vectors: int
     stages: int
-    has_waiter: bool = False
-
-    @property
-    def name(self) -> str:
-        """Of a tactic."""
-        return f"ring_{self.stages}_waiter" if self.has_waiter else f"ring_{self.stages}"
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +106,7 @@ class Ring:
         best = 4 * MAX_TOKENS * 4 if is_head else 0
         return struct_bytes(
             (self.num_bytes, 128), (partial, 16), (self.warps * self.stages * 8, 8), (8, 8),
-            (4 * self.has_waiter, 4), (32 * matrices * (matrices > 1), 8), (best, 4), (best, 4),
+            (32 * matrices * (matrices > 1), 8), (best, 4), (best, 4),
         )  # fmt: skip
 
 
@@ -170,16 +163,15 @@ def linear_group(num_tokens: int, group: Group, *, weight: str) -> list[Tactic]:
     if num_tokens > MAX_TOKENS:
         return [_wide(num_tokens, group, weight)]
     check_tokens("ring_linear", num_tokens)
-    found = rings(group.width, group.tiles)
     return [
         _tactic(
-            ring.name,
+            f"ring_{ring.stages}",
             num_tokens,
             group,
             (_kernel(num_tokens, group.sorted(), ring, [("RESULT", int(group.is_float))]),),
             weight,
         )
-        for ring in (*found, replace(found[0], has_waiter=True))
+        for ring in rings(group.width, group.tiles)
     ]
 
 
@@ -251,10 +243,10 @@ def _kernel(
             ("INPUTS", len(group.inputs)), ("INPUT_OF", _listed(group.input_of)),
             ("DIM_K", group.width), ("NUM_WARPS", ring.warps), ("STAGE_VECTORS", ring.vectors),
             ("STAGES", ring.stages), ("PACE", _PACE_BYTES // (_VECTOR_BYTES * ring.vectors)),
-            *([("WAITER", 1)] if ring.has_waiter else []), *macros, *variant(_DIMS, num_tokens),
+            *macros, *variant(_DIMS, num_tokens),
         ],
         blocks=min(group.tiles, MULTIPROCESSORS),
-        threads=32 * (ring.warps + ring.has_waiter),
+        threads=32 * ring.warps,
         # More than half of a multiprocessor's: no two blocks share one while another idles.
         smem=max(check_smem("ring_linear", smem), LARGE_BLOCK),
         params=params_of(
