@@ -1,4 +1,4 @@
-// PTX of sm_90a that attention needs beyond device.cuh. Knows nothing of attention.
+// PTX of sm_90a that attention and gated_input need beyond device.cuh. Knows nothing of either.
 #pragma once
 #include "device.cuh"
 

@@ -32,9 +32,9 @@ from inkrt.plugins.tactic import (
     Tactic,
     TensorArg,
 )
+from inkrt.plugins.w4a16.shapes import MULTIPROCESSORS
 
 _FOLDER = Path(__file__).parent
-_NUM_SMS = 132
 _NUM_CLUSTERS_OF_8 = 15  # that run at once with a block per SM (measured)
 _MAX_SMEM_BYTES = 232_448
 HEAD_DIM = 128
@@ -232,7 +232,7 @@ def splits(call: Call) -> list[Split]:
         groups = sorted({-(-width // count) for count in range(1, parts + 1)})
         candidates = [Split(cluster, 1, 1, group, stages) for group in groups]
     else:
-        cluster, clusters = 1, max(1, _NUM_SMS // call.num_kv_heads)
+        cluster, clusters = 1, max(1, MULTIPROCESSORS // call.num_kv_heads)
         if call.relative is not None and call.num_kv_heads == 1:
             # More blocks than an exchange through memory alone is good for (measured at 65,536
             # positions: 13.7 us, 16.0 without clusters). One cluster less than fits.

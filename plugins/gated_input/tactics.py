@@ -5,6 +5,7 @@ from pathlib import Path
 
 from inkrt.plugins.allreduce_conv_mix.tactics import listed
 from inkrt.plugins.tactic import (
+    BLACKWELL,
     HOPPER,
     CallArgs,
     Float32,
@@ -24,8 +25,8 @@ _MOST_FORMER = 3
 THREADS = 256
 # Beside a block of w4a16/ring_linear.cu of 12 warps with 96: of each of the four files of registers
 # it leaves two warps 112. Compiled for sm_100a it needs some more, and nothing has been measured.
-REGISTERS = {"sm_90a": 112, "sm_100a": 120}
-# With a dry pass: of one token, whose blocks start early.
+REGISTERS = {HOPPER: 112, BLACKWELL: 120}
+# With a dry pass, of which more stays in registers: of one token, whose blocks start early.
 REGISTERS_DRY = 168
 _MOST_WIDTH = 4608  # more would not stay in registers
 _RANKS = tuple(1 << n for n in range(3, 9))  # lanes of a warp share a row

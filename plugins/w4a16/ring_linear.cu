@@ -11,9 +11,9 @@
 // would come behind them. So PACE stages of the block are on their way at once, about as many as
 // keep the memory busy.
 //
-// Macros: MATRICES, ROWS (of each), INPUTS, INPUT_OF (the x of each; equal ones should be
-// neighbors), DIM_K (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides
-// a warp's), STAGES, PACE (0: no bound); and what becomes of a product:
+// Macros: MATRICES, ROWS (of each), INPUT_OF (the x of each; equal ones should be neighbors), DIM_K
+// (K before padding, x8), NUM_WARPS (divides the vectors), STAGE_VECTORS (divides a warp's),
+// STAGES, PACE (0: no bound); and what becomes of a product:
 //   RESULT 0  y bf16
 //   RESULT 1  y float32
 //   RESULT 2  logits float32: the product, rounded to bf16 with ROUNDED, then with CAPPED

@@ -240,7 +240,7 @@ def _kernel(
         "ring_linear",
         [
             ("MATRICES", len(group.rows)), ("ROWS", _listed(group.rows)),
-            ("INPUTS", len(group.inputs)), ("INPUT_OF", _listed(group.input_of)),
+            ("INPUT_OF", _listed(group.input_of)),
             ("DIM_K", group.width), ("NUM_WARPS", ring.warps), ("STAGE_VECTORS", ring.vectors),
             ("STAGES", ring.stages), ("PACE", _PACE_BYTES // (_VECTOR_BYTES * ring.vectors)),
             *macros, *variant(_DIMS, num_tokens),
