@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from w4a16_backend import Buffer, kernel_cells
 
-from inkrt.plugins.tactic import KernelLaunch, Scratch
+from inkrt.plugins.tactic import KernelLaunch, Output, Scratch
 
 _HERE = Path(__file__).parent
 _PLUGINS = _HERE.parents[2] / "plugins"
@@ -72,11 +72,14 @@ class Emulator:
                 ctypes.c_void_p(copy.ctypes.data),
                 ctypes.c_size_t(copy.size),
             )
-        # A dry pass may store nothing of the launch (gated_input.cu).
+        # No kernel writes results in front of its wait; a dry pass (gated_input.cu) nothing at all.
+        has_dry_pass = dict(kernel.defines).get("DRY_PASS")
         published = {buffer.address for buffer in late}
         for param, value in zip(kernel.params, values, strict=True):
-            is_own = isinstance(value, Buffer) and not isinstance(param, Scratch)
-            if dict(kernel.defines).get("DRY_PASS") and is_own and value.address not in published:
+            is_watched = isinstance(param, Output) or (
+                has_dry_pass and not isinstance(param, Scratch)
+            )
+            if isinstance(value, Buffer) and is_watched and value.address not in published:
                 library.emu_watch(ctypes.c_void_p(value.address), ctypes.c_size_t(value.num_bytes))
         cells = kernel_cells(values)
         pointers = (ctypes.c_void_p * len(cells))(
