@@ -1,7 +1,7 @@
 """The table of full-size Inkling-2-Mini on one H200: `ink-bench` figures beside floor, must, goal.
 
     python perf/inkling2_mini.py --write-config CONFIG --drafter
-    ink-build CONFIG -o ENGINE --target sm_90a --weights dummy --max-seq-len 262144
+    ink-build CONFIG -o ENGINE --target sm_90a --weights dummy --max-seq-len 262144 --towers none
     python perf/inkling2_mini.py ENGINE --commit HASH --profile -o FILE
 
 GPU time by graph replay, median of 60, weights cold in the L2. Rows of FILE that are measured anew
@@ -25,6 +25,7 @@ TARGETS: dict[tuple[str, int], Targets] = {
     ("decode", 262_143): (3.13, 4.3, 3.9),
 }
 NUM_LAYERS, NVFP4_LAYERS = 24, 20
+MODEL = "full-size Inkling-2-Mini, NVFP4 experts in layers 0-19, MXFP8 in 20-23, dummy weights"
 MINI_DRAFTER: dict[str, Any] = DRAFTER | {
     "block_size": 8,  # the anchor's row is one of them
     "sample_from_anchor": False,
@@ -61,7 +62,6 @@ def main() -> int:
 def steps(options: argparse.Namespace, context: int) -> list[dict[str, Any]]:
     """Figures of the steps at a context."""
     command, result = measure(options, TARGETS, context)
-    model = "full-size Inkling-2-Mini, NVFP4 experts in layers 0-19, MXFP8 in 20-23, dummy weights"
     return [
         figure_of(
             f"{row['step']} at {context}",
@@ -71,7 +71,7 @@ def steps(options: argparse.Namespace, context: int) -> list[dict[str, Any]]:
             options.commit,
             result["device"],
         )
-        | {"model": model}
+        | {"model": MODEL}
         | facts_of(row)
         for row in result["rows"]
     ]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from inkling2 import write_rows
+from inkling2_mini import MODEL
 
 from inkrt.commands.bench_rounds import measure_rounds
 from inkrt.commands.bench_speculation import keep_costs
@@ -82,8 +83,7 @@ def profile_row(
         "command": f"python perf/inkling2_widths.py ENGINE --runs {options.runs}",
         "commit": options.commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "model": "full-size Inkling-2-Mini, NVFP4 experts in layers 0-19, MXFP8 in 20-23, dummy "
-        "weights",
+        "model": MODEL,
     }
 
 
